@@ -1,0 +1,1 @@
+"""How tokens come out: generation loops, sampling and acceptance."""

@@ -1,0 +1,1 @@
+"""The attention op and its Pallas kernels."""

@@ -1,0 +1,1 @@
+"""The Flax modules: decoder backbone, drafter and their layers."""

@@ -1,0 +1,24 @@
+"""Settings of every test: the CPU, exact matrix products, and run-time checks of all annotations of the package."""
+
+import os
+import sys
+from pathlib import Path
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a test never waits for a network
+
+import jax
+from jaxtyping import install_import_hook
+
+ROOT = Path(__file__).parent.parent
+
+# The hook instruments what Python's own path finder finds, which the finder of an editable install is not. So the
+# package is put on the path here, and its top-level folders (dflax.train = train/, ...) on the package's path.
+install_import_hook("dflax", "beartype.beartype")
+sys.path.insert(0, str(ROOT / "src"))
+
+import dflax  # noqa: E402  the hook and the path above must come first
+
+dflax.__path__.append(str(ROOT))
+
+jax.config.update("jax_default_matmul_precision", "highest")

@@ -1,0 +1,1 @@
+"""How weights come about: data, distillation, losses and the training loop."""
