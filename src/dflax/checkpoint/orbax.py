@@ -1,0 +1,88 @@
+"""Training state on disk by Orbax (its v1 API): atomic, the newest complete checkpoint wins, the last few are kept.
+
+Orbax writes a checkpoint beside its place and renames it, so a killed process leaves either a whole checkpoint or a folder under a
+temporary name. What a kill may also leave is an old checkpoint half deleted. Both are swept away when the folder is opened.
+"""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+from orbax.checkpoint import v1 as ocp
+
+from dflax.errors import DflaxError
+
+
+class TrainingCheckpoints:
+    """The checkpoints of one training run: `folder/<step>`, the newest `keep` of them."""
+
+    def __init__(self, folder: str | Path, keep: int = 2):
+        self.folder = Path(folder).absolute()
+        if jax.process_index() == 0:
+            _make(self.folder)
+            _sweep(self.folder)
+        self._orbax = ocp.training.Checkpointer(
+            self.folder, preservation_policy=ocp.training.preservation_policies.LatestN(keep)
+        )
+
+    def latest(self) -> int | None:
+        """The step of the newest complete checkpoint, None if there is none."""
+        newest = self._orbax.latest
+        return None if newest is None else newest.step
+
+    def save(self, step: int, state: Any, metadata: dict[str, Any]) -> None:
+        """Write `state` (a pytree of arrays) and `metadata` (JSON); on return the checkpoint is complete."""
+        try:
+            self._orbax.save(step, state, force=True, custom_metadata=metadata)
+        except OSError as error:
+            raise DflaxError(f"cannot write the checkpoint of step {step} in {self.folder}: {error}") from error
+
+    def restore(self, step: int, abstract_state: Any) -> tuple[Any, dict[str, Any]]:
+        """The state of `step` in the shapes, dtypes and shardings of `abstract_state` (ShapeDtypeStructs), and its metadata.
+
+        Raises DflaxError if the checkpoint holds another tree, other shapes or cannot be read.
+        """
+        try:
+            metadata = self._orbax.metadata(step)
+            _compare(metadata.metadata, abstract_state)
+            state = self._orbax.load(step, abstract_state)
+        except (OSError, ValueError, KeyError) as error:
+            raise DflaxError(f"cannot read the checkpoint {self.folder / str(step)}: {error}") from error
+        custom = metadata.custom_metadata
+        return state, custom if isinstance(custom, dict) else {}
+
+    def close(self) -> None:
+        self._orbax.close()
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DflaxError(f"cannot write in {folder}: {error.strerror}; choose another output folder") from error
+
+
+def _is_complete(path: Path) -> bool:
+    return path.name.isdigit() and (path / "commit_success.txt").exists() and (path / "_CHECKPOINT_METADATA").exists()
+
+
+def _sweep(folder: Path) -> None:
+    for path in folder.iterdir():
+        if path.is_dir() and not _is_complete(path):
+            shutil.rmtree(path)
+
+
+def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
+    leaves = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: hasattr(x, "shape"))[0]
+    return {jax.tree_util.keystr(path): tuple(leaf.shape) for path, leaf in leaves}
+
+
+def _compare(stored: Any, wanted: Any) -> None:
+    """Say which array differs: Orbax's own message prints both trees whole."""
+    old = sorted(_shapes(stored).values())
+    new = sorted(_shapes(wanted).values())
+    if old == new:
+        return
+    extra = [shape for shape in new if shape not in old] or [shape for shape in old if shape not in new]
+    raise ValueError(f"it holds {len(old)} arrays, this run has {len(new)}; first difference in shape: {extra[:1] or 'none'}")
