@@ -31,17 +31,17 @@ class TrainingCheckpoints:
         newest = self._orbax.latest
         return None if newest is None else newest.step
 
-    def save(self, step: int, state: Any, metadata: dict[str, Any]) -> None:
-        """Write `state` (a pytree of arrays) and `metadata` (JSON); on return the checkpoint is complete."""
+    def save(self, step: int, state: dict[str, Any], metadata: dict[str, Any]) -> None:
+        """Write `state` (arrays by name) and `metadata` (JSON); on return the checkpoint is complete."""
         try:
             self._orbax.save(step, state, force=True, custom_metadata=metadata)
         except OSError as error:
             raise DflaxError(f"cannot write the checkpoint of step {step} in {self.folder}: {error}") from error
 
-    def restore(self, step: int, abstract_state: Any) -> tuple[Any, dict[str, Any]]:
-        """The state of `step` in the shapes, dtypes and shardings of `abstract_state` (ShapeDtypeStructs), and its metadata.
+    def restore(self, step: int, abstract_state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The state of `step` with the dtypes and shardings of `abstract_state` (ShapeDtypeStructs by name), and its metadata.
 
-        Raises DflaxError if the checkpoint holds another tree, other shapes or cannot be read.
+        Raises DflaxError if the checkpoint holds other arrays, other shapes or cannot be read.
         """
         try:
             metadata = self._orbax.metadata(step)
@@ -73,16 +73,11 @@ def _sweep(folder: Path) -> None:
             shutil.rmtree(path)
 
 
-def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
-    leaves = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: hasattr(x, "shape"))[0]
-    return {jax.tree_util.keystr(path): tuple(leaf.shape) for path, leaf in leaves}
-
-
-def _compare(stored: Any, wanted: Any) -> None:
+def _compare(stored: Any, wanted: dict[str, Any]) -> None:
     """Say which array differs: Orbax's own message prints both trees whole."""
-    old = sorted(_shapes(stored).values())
-    new = sorted(_shapes(wanted).values())
-    if old == new:
-        return
-    extra = [shape for shape in new if shape not in old] or [shape for shape in old if shape not in new]
-    raise ValueError(f"it holds {len(old)} arrays, this run has {len(new)}; first difference in shape: {extra[:1] or 'none'}")
+    for name in {**wanted, **stored}:
+        old, new = stored.get(name), wanted.get(name)
+        if old is None or new is None:
+            raise ValueError(f"array {name!r} is {'not in it' if old is None else 'in it but not in this run'}")
+        if tuple(old.shape) != tuple(new.shape):
+            raise ValueError(f"array {name!r} has shape {tuple(old.shape)} in it and {tuple(new.shape)} in this run")

@@ -1,0 +1,120 @@
+"""A mesh from a string, and one table from logical axes to mesh axes.
+
+Mesh axes: `data` (replicas), `fsdp` (parameters cut over their embedding axis), `tensor` (heads, feed-forward, vocabulary). They are Auto
+axes, stated explicitly because `jax.make_mesh` makes Explicit ones by default: the compiler places what is not constrained.
+An axis that does not divide a dimension is dropped for that dimension: the array is replicated there, and the report says so.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from dflax.errors import DflaxError
+
+MESH_AXES = ("data", "fsdp", "tensor")
+
+LOGICAL_AXES: dict[str, tuple[str, ...]] = {
+    "batch": ("data", "fsdp"),
+    "embed": ("fsdp",),
+    "heads": ("tensor",),
+    "kv_heads": ("tensor",),
+    "feed_forward": ("tensor",),
+    "vocab": ("tensor",),
+    "expert": ("tensor",),
+    "layers": (),
+    "length": (),
+    "head_dim": (),
+}
+
+
+def make_mesh(text: str = "", devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """A mesh with Auto axes from "data=2,fsdp=4"; "" is one device. One axis may be -1: whatever the other axes leave.
+
+    Axes that are not named have size 1, so every mesh has all of `MESH_AXES`. Raises DflaxError for an unknown axis, a size that is no
+    number, or a product that is not the number of devices.
+    """
+    if not text.strip():
+        devices = list(devices or jax.devices())[:1]
+    devices = list(devices or jax.devices())
+    sizes = dict.fromkeys(MESH_AXES, 1)
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, _, size = (piece.strip() for piece in part.partition("="))
+        if name not in MESH_AXES:
+            raise DflaxError(f"mesh {text!r}: unknown axis {name!r}; the axes are {', '.join(MESH_AXES)}")
+        try:
+            sizes[name] = int(size)
+        except ValueError:
+            raise DflaxError(f"mesh {text!r}: {part!r} should read {name}=NUMBER") from None
+    free = [name for name, size in sizes.items() if size == -1]
+    if len(free) > 1 or any(size < 1 and size != -1 for size in sizes.values()):
+        raise DflaxError(f"mesh {text!r}: sizes are positive, and at most one is -1")
+    if free:
+        sizes[free[0]] = len(devices) // math.prod(size for size in sizes.values() if size != -1)
+    if math.prod(sizes.values()) != len(devices):
+        shape = " x ".join(f"{name}={size}" for name, size in sizes.items())
+        raise DflaxError(f"mesh {text!r}: {shape} does not make the {len(devices)} devices there are")
+    grid = np.asarray(devices).reshape(tuple(sizes.values()))
+    return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+
+
+def spec(axes: Sequence[str | None], shape: Sequence[int], mesh: Mesh) -> tuple[PartitionSpec, list[str]]:
+    """The PartitionSpec of an array with one logical axis name (or None) per dimension, and a line for each axis that had to be dropped."""
+    if len(axes) != len(shape):
+        raise DflaxError(f"{len(axes)} logical axes {tuple(axes)} for an array of shape {tuple(shape)}")
+    parts: list[Any] = []
+    dropped: list[str] = []
+    used: set[str] = set()
+    for logical, size in zip(axes, shape, strict=True):
+        if logical is not None and logical not in LOGICAL_AXES:
+            raise DflaxError(f"unknown logical axis {logical!r}; known: {', '.join(LOGICAL_AXES)}")
+        wanted = LOGICAL_AXES[logical] if logical is not None else ()
+        names = tuple(name for name in wanted if mesh.shape[name] > 1 and name not in used)
+        ways = math.prod(mesh.shape[name] for name in names)
+        if size % ways:
+            dropped.append(f"{logical} of size {size} is replicated: {'*'.join(names)} = {ways} does not divide it")
+            names = ()
+        used.update(names)
+        parts.append(names if len(names) > 1 else names[0] if names else None)
+    return PartitionSpec(*parts), dropped
+
+
+def fsdp_spec(shape: Sequence[int], mesh: Mesh) -> tuple[PartitionSpec, list[str]]:
+    """For an array whose axes have no names: its largest dimension that `fsdp` divides is cut, vectors and scalars are replicated."""
+    ways = mesh.shape["fsdp"]
+    if ways == 1 or len(shape) < 2:
+        return PartitionSpec(), []
+    fitting = [i for i, size in enumerate(shape) if size % ways == 0]
+    if not fitting:
+        return PartitionSpec(), [f"shape {tuple(shape)} is replicated: fsdp = {ways} divides no dimension"]
+    largest = max(fitting, key=lambda i: shape[i])
+    return PartitionSpec(*("fsdp" if i == largest else None for i in range(len(shape)))), []
+
+
+def tree_shardings(tree: Any, mesh: Mesh, axes: Any = None) -> tuple[Any, list[str]]:
+    """A NamedSharding for every leaf of `tree` (arrays or ShapeDtypeStructs) and the report of what is replicated.
+
+    `axes`, if given, maps a leaf's key path (`jax.tree_util.keystr`, simple, "/" between keys) to its logical axes; other leaves follow
+    `fsdp_spec`.
+    """
+    report: list[str] = []
+
+    def place(path: Any, leaf: Any) -> NamedSharding:
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        named = (axes or {}).get(name)
+        found, dropped = fsdp_spec(leaf.shape, mesh) if named is None else spec(named, leaf.shape, mesh)
+        report.extend(f"{name}: {line}" for line in dropped)
+        return NamedSharding(mesh, found)
+
+    return jax.tree_util.tree_map_with_path(place, tree), report
+
+
+def batch_sharding(shape: Sequence[int], mesh: Mesh) -> NamedSharding:
+    """First dimension over (data, fsdp), replicated if that does not divide it."""
+    if not shape:
+        return NamedSharding(mesh, PartitionSpec())
+    found, _ = spec(("batch", *(None,) * (len(shape) - 1)), shape, mesh)
+    return NamedSharding(mesh, found)
