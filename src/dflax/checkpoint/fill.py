@@ -6,7 +6,6 @@ With a sharding each device's part is read on its own, so that a process touches
 import difflib
 from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
-from typing import Protocol
 
 import jax
 import numpy as np
@@ -14,6 +13,7 @@ from jax.sharding import Sharding
 
 from dflax.checkpoint.source import TensorSource
 from dflax.errors import DflaxError
+from dflax.families import TensorRule
 
 Index = tuple[slice, ...]
 
@@ -22,19 +22,9 @@ IGNORED = ("*rotary_emb.inv_freq", "*rope_freqs*")
 SHOWN = 8  # how many problems an error spells out
 
 
-class Rule(Protocol):
-    """Where a parameter lives: one tensor, or several stacked on a new first axis (`dflax.families.TensorRule`)."""
-
-    @property
-    def names(self) -> tuple[str, ...]: ...
-
-    @property
-    def stacked(self) -> bool: ...
-
-
 def fill(
     shapes: Mapping[str, tuple[int, ...]],
-    rules: Mapping[str, Rule],
+    rules: Mapping[str, TensorRule],
     source: TensorSource,
     dtype: jax.typing.DTypeLike = "float32",
     sharding: Sharding | Callable[[str], Sharding] | None = None,
@@ -73,11 +63,13 @@ def fill(
 
     leaves = {path: _put(path, shapes[path], lambda index, path=path: read(path, index), sharding) for path in shapes}
     if bad:
-        raise DflaxError(f"weights are not finite (NaN or infinity) in {_listed(sorted(bad))}; the checkpoint is damaged")
+        raise DflaxError(
+            f"weights are not finite (NaN or infinity) in {_listed(sorted(bad))}; the checkpoint is damaged"
+        )
     return leaves
 
 
-def named(leaves: Mapping[str, jax.Array], rules: Mapping[str, Rule]) -> dict[str, np.ndarray]:
+def named(leaves: Mapping[str, jax.Array], rules: Mapping[str, TensorRule]) -> dict[str, np.ndarray]:
     """The way back: dotted path -> array becomes tensor name -> array on the host, stacked leaves taken apart."""
     out = {}
     for path, leaf in leaves.items():
@@ -100,7 +92,10 @@ def _put(
 
 
 def _places(
-    shapes: Mapping[str, tuple[int, ...]], rules: Mapping[str, Rule], source: TensorSource, ignore: tuple[str, ...]
+    shapes: Mapping[str, tuple[int, ...]],
+    rules: Mapping[str, TensorRule],
+    source: TensorSource,
+    ignore: tuple[str, ...],
 ) -> dict[str, tuple[str, ...]]:
     """Dotted path -> the names under which the source really has its tensors; raises with everything that does not fit."""
     if unruled := sorted(set(shapes) - set(rules)):
@@ -131,7 +126,9 @@ def _places(
     if extra:
         problems.append(f"unexpected {_listed(extra)}")
     if misshapen:
-        problems.append("; ".join(misshapen[:SHOWN]) + (f"; and {len(misshapen) - SHOWN} more" if len(misshapen) > SHOWN else ""))
+        problems.append(
+            "; ".join(misshapen[:SHOWN]) + (f"; and {len(misshapen) - SHOWN} more" if len(misshapen) > SHOWN else "")
+        )
     if problems:
         raise DflaxError(f"the checkpoint's tensors do not fit its config: {'; '.join(problems)}")
     return places

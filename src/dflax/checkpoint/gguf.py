@@ -91,9 +91,13 @@ class GGUFSource:
             kind = gguf.GGMLQuantizationType(stored.kind)
             per_block, bytes_per_block = gguf.GGML_QUANT_SIZES[kind]
         except (ValueError, KeyError) as error:
-            raise DflaxError(f"{file.path}: {place} has the unknown type {stored.kind}; a newer gguf package may know it") from error
+            raise DflaxError(
+                f"{file.path}: {place} has the unknown type {stored.kind}; a newer gguf package may know it"
+            ) from error
         if stored.shape[-1] % per_block:
-            raise DflaxError(f"{file.path}: {place} has rows of {stored.shape[-1]}, no multiple of its {kind.name} blocks of {per_block}")
+            raise DflaxError(
+                f"{file.path}: {place} has rows of {stored.shape[-1]}, no multiple of its {kind.name} blocks of {per_block}"
+            )
         end = stored.offset + math.prod(stored.shape) // per_block * bytes_per_block
         if end > file.data.size:
             raise DflaxError(f"{file.path} is truncated: {place} ends {end - file.data.size} bytes after the file does")
@@ -117,7 +121,9 @@ def _config(file: GGUFFile) -> dict[str, Any]:
     metadata = file.metadata
     architecture = metadata.get("general.architecture")
     if architecture not in ARCHITECTURES:
-        raise DflaxError(f"{file.path}: GGUF architecture is {architecture!r}; dflax supports {', '.join(ARCHITECTURES)}")
+        raise DflaxError(
+            f"{file.path}: GGUF architecture is {architecture!r}; dflax supports {', '.join(ARCHITECTURES)}"
+        )
 
     def get(key: str, default: Any = None) -> Any:
         return metadata.get(f"{architecture}.{key}", default)
@@ -130,16 +136,22 @@ def _config(file: GGUFFile) -> dict[str, Any]:
 
     for key in ("expert_count", "attention.sliding_window"):
         if get(key):
-            raise DflaxError(f"{file.path}: {architecture}.{key} is {get(key)}; dflax does not support it in GGUF files")
+            raise DflaxError(
+                f"{file.path}: {architecture}.{key} is {get(key)}; dflax does not support it in GGUF files"
+            )
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
         raise DflaxError(f"{file.path} has no tensor token_embd.weight")
     heads = need("attention.head_count")
     head_dim = get("attention.key_length") or need("embedding_length") // heads
     if get("attention.value_length", head_dim) != head_dim:
-        raise DflaxError(f"{file.path}: keys and values have different widths ({head_dim} and {get('attention.value_length')})")
+        raise DflaxError(
+            f"{file.path}: keys and values have different widths ({head_dim} and {get('attention.value_length')})"
+        )
     if get("rope.dimension_count", head_dim) != head_dim:
-        raise DflaxError(f"{file.path}: {architecture}.rope.dimension_count is {get('rope.dimension_count')}, not the head width {head_dim}")
+        raise DflaxError(
+            f"{file.path}: {architecture}.rope.dimension_count is {get('rope.dimension_count')}, not the head width {head_dim}"
+        )
     theta = float(get("rope.freq_base", 10000.0))
     out = {
         "architectures": [ARCHITECTURES[architecture]],
@@ -173,13 +185,17 @@ def _rope_scaling(file: GGUFFile, architecture: str, theta: float, head_dim: int
         divisors = file.data[stored.offset : stored.offset + 4 * math.prod(stored.shape)].view(np.float32)
         scaling = {"rope_type": "llama3", "factor": float(divisors.max()), **LLAMA3}
         if kind != "none" or not np.allclose(divisors, _llama3_divisors(scaling, theta, head_dim), rtol=1e-3):
-            raise DflaxError(f"{file.path}: {ROPE_FREQS} is not the scaling of Llama 3.1 to 3.3, the only one dflax knows in GGUF files")
+            raise DflaxError(
+                f"{file.path}: {ROPE_FREQS} is not the scaling of Llama 3.1 to 3.3, the only one dflax knows in GGUF files"
+            )
         return scaling
     if kind == "none":
         return None
     if kind == "linear":
         return {"rope_type": "linear", "factor": file.metadata[f"{architecture}.rope.scaling.factor"]}
-    raise DflaxError(f"{file.path}: {architecture}.rope.scaling.type is {kind!r}; dflax supports none, linear and the scaling of Llama 3")
+    raise DflaxError(
+        f"{file.path}: {architecture}.rope.scaling.type is {kind!r}; dflax supports none, linear and the scaling of Llama 3"
+    )
 
 
 def _llama3_divisors(scaling: dict[str, Any], theta: float, head_dim: int) -> np.ndarray:
@@ -202,7 +218,9 @@ def _hf_name(file: GGUFFile, name: str) -> str:
     layer, part, kind = match.groups() if match else (None, None, None)
     known = TOP if layer is None else LAYER
     if part not in known:
-        raise DflaxError(f"{file.path}: tensor {name} has no counterpart in dflax's {file.metadata['general.architecture']} model")
+        raise DflaxError(
+            f"{file.path}: tensor {name} has no counterpart in dflax's {file.metadata['general.architecture']} model"
+        )
     return f"{known[part]}.{kind}" if layer is None else f"model.layers.{layer}.{known[part]}.{kind}"
 
 

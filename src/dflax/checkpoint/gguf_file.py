@@ -82,7 +82,9 @@ class _Cursor:
     def scalar(self, code: str) -> Any:
         (value,) = struct.unpack_from(f"<{code}", self.raw, self.place)
         self.place += struct.calcsize(f"<{code}")
-        return float(str(np.float32(value))) if code == "f" and math.isfinite(value) else value  # 1e-5, not 9.999999747e-06
+        return (
+            float(str(np.float32(value))) if code == "f" and math.isfinite(value) else value
+        )  # 1e-5, not 9.999999747e-06
 
     def string(self) -> str:
         size = self.scalar("Q")

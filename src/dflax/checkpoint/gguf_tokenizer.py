@@ -5,13 +5,11 @@ the pre-tokenizers below; the patterns are those of the models' own tokenizer.js
 """
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dflax.checkpoint.gguf_file import GGUFFile, open_gguf
 from dflax.errors import DflaxError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+from dflax.text import Tokenizer, quiet_transformers
 
 # GPT-4's pattern with digits one by one (Qwen) or in threes (Llama 3).
 WORDS = (
@@ -21,14 +19,14 @@ PRE = ("gpt-2", "smollm", "qwen2", "llama-bpe")
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4  # token types; 1 is normal
 
 
-def tokenizer(path: str | os.PathLike[str]) -> "PreTrainedTokenizerFast":
+def tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     """The file's tokenizer with its special tokens and chat template, as transformers wraps a fast one."""
     return build(open_gguf(path))
 
 
-def build(file: GGUFFile) -> "PreTrainedTokenizerFast":
+def build(file: GGUFFile) -> Tokenizer:
     """The same for a file that is open already."""
-    from transformers import PreTrainedTokenizerFast
+    wrap = quiet_transformers().PreTrainedTokenizerFast
 
     metadata = file.metadata
     tokens = _need(file, "tokens")
@@ -39,7 +37,7 @@ def build(file: GGUFFile) -> "PreTrainedTokenizerFast":
             raise DflaxError(f"{file.path}: {key}_token_id {index} is outside the vocabulary of {len(tokens)}")
         return None if index is None else tokens[index]
 
-    fast = PreTrainedTokenizerFast(
+    fast = wrap(
         tokenizer_object=_tokenizer(file),
         bos_token=named("bos"),
         eos_token=named("eos"),

@@ -33,7 +33,9 @@ class SafetensorsSource:
         elif (folder / INDEX).is_file():
             files = _by_shard(folder / INDEX)
         else:
-            raise DflaxError(f"{folder} has neither {SINGLE} nor {INDEX}; dflax reads safetensors folders and .gguf files")
+            raise DflaxError(
+                f"{folder} has neither {SINGLE} nor {INDEX}; dflax reads safetensors folders and .gguf files"
+            )
         self._files = {}
         self._home: dict[str, str] = {}
         for file, promised in files.items():
@@ -46,7 +48,9 @@ class SafetensorsSource:
         for name in self._home:
             kind = self._slice(name).get_dtype()
             if kind not in FLOATS:
-                raise DflaxError(f"{folder}: {name} is stored as {kind}; dflax reads {', '.join(FLOATS)} (not quantized weights)")
+                raise DflaxError(
+                    f"{folder}: {name} is stored as {kind}; dflax reads {', '.join(FLOATS)} (not quantized weights)"
+                )
 
     def _slice(self, name: str) -> Any:
         if name not in self._home:
@@ -82,7 +86,9 @@ def generation_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
     return read_json(path) if path.is_file() else {}
 
 
-def save(folder: str | os.PathLike[str], tensors: Mapping[str, np.ndarray | jax.Array], hf_config: Mapping[str, Any]) -> None:
+def save(
+    folder: str | os.PathLike[str], tensors: Mapping[str, np.ndarray | jax.Array], hf_config: Mapping[str, Any]
+) -> None:
     """Writes config.json and model.safetensors; whoever looks finds the old files or the new, never half of one.
 
     Everything is written beside its place and renamed: a new folder in one step, an existing folder (whose other files stay)

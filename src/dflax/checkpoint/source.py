@@ -1,10 +1,11 @@
 """Where tensors come from: what `fill` asks of a checkpoint, whatever its format."""
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
 
+@runtime_checkable
 class TensorSource(Protocol):
     """An open checkpoint. Names are Hugging Face names; nothing is read before it is asked for."""
 
