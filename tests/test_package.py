@@ -1,5 +1,6 @@
 """The package as tests see it: lazily imported, one import package over several folders, annotations checked."""
 
+import importlib
 import subprocess
 import sys
 
@@ -26,3 +27,9 @@ def test_installed_and_checked_out_are_the_same_version() -> None:
     code = "import dflax, importlib.metadata as m; print(dflax.__version__, m.version('dflax'))"
     printed = subprocess.run([sys.executable, "-c", code], check=True, cwd="/", capture_output=True, text=True).stdout
     assert printed.split() == [dflax.__version__] * 2
+
+
+def test_annotations_are_checked_in_every_folder() -> None:
+    for name in ("dflax", "dflax.models", "dflax.train", "dflax.infer", "dflax.kernels_pallas.block_attention"):
+        loader = importlib.import_module(name).__loader__
+        assert type(loader).__module__.startswith("jaxtyping"), f"{name} escapes the run-time checks of tests"
