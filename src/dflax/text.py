@@ -163,10 +163,11 @@ class Detokenizer:
         return piece
 
     def _fresh(self) -> str:
-        """Text of the pending tokens; replacements alone while they spoil the context's last bytes too."""
+        """Text of the pending tokens; one replacement while they spoil the context's last bytes too but may yet mend."""
         known = decode(self._tokenizer, self._context)
         both = decode(self._tokenizer, self._context + self._pending)
-        return both[len(known) :] if both.startswith(known) else REPLACEMENT
+        spoiled = not both.startswith(known) and both.endswith(REPLACEMENT)
+        return REPLACEMENT if spoiled else both[len(known) :]
 
 
 def _need(tokenizer: Tokenizer | None) -> Tokenizer:

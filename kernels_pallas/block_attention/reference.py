@@ -1,0 +1,65 @@
+"""`block_attention` in plain XLA: the definition that every kernel is tested against, and what runs on CPU."""
+
+import jax
+import jax.numpy as jnp
+
+NEGATIVE = -1e30  # finite, so that a row with nothing visible stays free of NaN in value and gradient
+
+
+def attend(
+    q, k_ctx, v_ctx, k_blk, v_blk, layer, ctx_start, ctx_len, q_pos, mask, hole, blk_len, window, scale, soft_cap
+):
+    """See `block_attention`; arguments in the same shapes, every optional one filled in except `hole` and `soft_cap`."""
+    B, N, T, Hq, D = q.shape
+    Hkv = k_blk.shape[3]
+    G = Hq // Hkv
+    S = k_ctx.shape[3]
+    k_ctx, v_ctx = (c[layer] if isinstance(layer, int) else jax.lax.dynamic_index_in_dim(c, layer, 0, False) for c in (k_ctx, v_ctx))
+
+    q_ = (q * scale).reshape(B, N, T, Hkv, G, D)
+    context = jnp.einsum("bnthgd,bhsd->bhgnts", q_, k_ctx, preferred_element_type=jnp.float32)
+    block = jnp.einsum("bnthgd,bnuhd->bhgntu", q_, k_blk, preferred_element_type=jnp.float32)
+    if soft_cap is not None:
+        context, block = (soft_cap * jnp.tanh(x / soft_cap) for x in (context, block))
+
+    sees_context, sees_block = visible(S, ctx_start, ctx_len, q_pos, mask, hole, blk_len, window)
+    context = jnp.where(sees_context[:, None, None], context, NEGATIVE)
+    block = jnp.where(sees_block[:, None, None], block, NEGATIVE)
+
+    top = jnp.maximum(context.max(-1, initial=NEGATIVE), block.max(-1))[..., None]
+    top = jax.lax.stop_gradient(top)
+    p_context = jnp.where(sees_context[:, None, None], jnp.exp(context - top), 0.0)
+    p_block = jnp.where(sees_block[:, None, None], jnp.exp(block - top), 0.0)
+    total = p_context.sum(-1) + p_block.sum(-1)
+    out = jnp.einsum("bhgnts,bhsd->bhgntd", p_context.astype(q.dtype), v_ctx, preferred_element_type=jnp.float32)
+    out += jnp.einsum("bhgntu,bnuhd->bhgntd", p_block.astype(q.dtype), v_blk, preferred_element_type=jnp.float32)
+    out = out / jnp.where(total == 0, 1.0, total)[..., None]
+    return out.transpose(0, 3, 4, 1, 2, 5).reshape(B, N, T, Hq, D).astype(q.dtype)
+
+
+def visible(S, ctx_start, ctx_len, q_pos, mask, hole, blk_len, window):
+    """Who sees whom: (context [B, N, T, S], block [B, N, T, T]), booleans, [query, key]."""
+    T = q_pos.shape[-1]
+    column = jnp.arange(S, dtype=jnp.int32)
+    two_sided = not (isinstance(mask, str) and mask == "causal")
+    live = (column >= ctx_start[..., None]) & (column < ctx_len[..., None])
+    if hole is not None:
+        live &= (column < hole[..., :1]) | (column >= hole[..., 1:])
+    distance = q_pos[..., None] - column
+    context = live[:, :, None] & (distance < window)
+    if two_sided:
+        context &= -distance < window
+
+    slot = jnp.arange(T, dtype=jnp.int32)
+    distance = q_pos[..., :, None] - q_pos[..., None, :]
+    block = (slot < blk_len[..., None])[..., None, :] & (distance < window)
+    if two_sided:
+        block &= -distance < window
+    if isinstance(mask, str):
+        if mask == "causal":
+            block &= slot[:, None] >= slot
+        elif mask != "full":
+            raise ValueError(f"mask is {mask!r}; it must be 'full', 'causal' or a boolean array")
+    else:
+        block &= mask
+    return context, block

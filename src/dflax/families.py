@@ -1,0 +1,443 @@
+"""The families we read: Hugging Face config keys -> ModelConfig or DrafterConfig, and tensor names <-> module paths.
+
+Every key of a config.json that changes the computation is honoured or refused by name (`_Keys.refuse_unknown`); the keys that
+do not are listed in `IRRELEVANT`. A silent mismatch would show only as low acceptance.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dflax.config import DrafterConfig, ModelConfig, MoEConfig, RopeConfig
+from dflax.errors import DflaxError
+
+# Keys that describe provenance, training, or how another library runs the model.
+IRRELEVANT = frozenset(
+    """_name_or_path architectures attention_dropout auto_map bos_token_id classifier_dropout decoder_start_token_id dtype
+    embd_pdrop finetuning_task id2label initializer_range is_decoder is_encoder_decoder is_llama_config label2id
+    max_window_layers model_type num_target_layers output_router_logits pad_token_id pretraining_tp resid_pdrop
+    rope_interleaved router_aux_loss_coef router_jitter_noise tokenizer_class torch_dtype transformers.js_config
+    transformers_version use_cache unk_token_id""".split()
+)
+
+
+@dataclass(frozen=True)
+class Family:
+    """What sets one model_type apart: defaults of keys that its config.json may leave out."""
+
+    name: str
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    moe: bool = False
+    rope_theta: float = 10000.0
+    tie_word_embeddings: bool = False
+
+
+FAMILIES = {
+    "llama": Family("llama"),
+    "qwen2": Family("qwen2", qkv_bias=True),
+    "qwen3": Family("qwen3", qk_norm=True),
+    "qwen3_moe": Family("qwen3_moe", qk_norm=True, moe=True),
+}
+
+
+class _Keys:
+    """A config.json being read: remembers which keys were used, so that the rest can be refused."""
+
+    def __init__(self, raw: Mapping[str, Any]):
+        self.raw = raw
+        self.used: set[str] = set()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.used.add(key)
+        value = self.raw.get(key)
+        return default if value is None else value
+
+    def need(self, key: str, kind: type = int) -> Any:
+        value = self.get(key)
+        if value is None:
+            raise DflaxError(f"config.json has no {key!r}; it must be a {kind.__name__}")
+        if isinstance(value, bool) or not isinstance(value, (int, float) if kind is float else kind):
+            raise DflaxError(f"config.json: {key} is {value!r}; it must be a {kind.__name__}")
+        if kind in (int, float) and value <= 0:
+            raise DflaxError(f"config.json: {key} is {value!r}; it must be positive")
+        return value
+
+    def only(self, key: str, *allowed: Any) -> None:
+        """Refuses a value that would change the computation in a way we do not implement."""
+        value = self.raw.get(key)
+        self.used.add(key)
+        if value is not None and value not in allowed:
+            expected = " or ".join(repr(a) for a in allowed)
+            raise DflaxError(f"config.json: {key} is {value!r}; dflax supports {expected}")
+
+    def refuse_unknown(self) -> None:
+        unknown = sorted(k for k in self.raw if k not in self.used | IRRELEVANT and self.raw[k] is not None)
+        if unknown:
+            raise DflaxError(f"config.json has keys that dflax does not know and will not ignore: {', '.join(unknown)}")
+
+
+def is_drafter(raw: Mapping[str, Any]) -> bool:
+    """Whether a config.json describes a drafter (model_type says qwen3 for both)."""
+    architectures = raw.get("architectures") or [""]
+    return "dflash_config" in raw or "DFlash" in str(architectures[0])
+
+
+def parse(raw: Mapping[str, Any]) -> ModelConfig:
+    """config.json of a target -> ModelConfig; DflaxError names the key, the value and what would be right."""
+    model_type = raw.get("model_type")
+    if model_type not in FAMILIES:
+        raise DflaxError(f"config.json: model_type is {model_type!r}; dflax supports {', '.join(sorted(FAMILIES))}")
+    family = FAMILIES[model_type]
+    keys = _Keys(raw)
+    keys.only("hidden_act", "silu")
+    keys.only("partial_rotary_factor", 1.0, 1)
+    keys.only("final_logit_softcapping")
+    keys.only("attn_logit_softcapping")
+    num_layers = keys.need("num_hidden_layers")
+    num_heads = keys.need("num_attention_heads")
+    hidden_size = keys.need("hidden_size")
+    num_kv_heads = keys.get("num_key_value_heads", num_heads)
+    if num_heads % num_kv_heads:
+        raise DflaxError(f"config.json: num_attention_heads {num_heads} is no multiple of num_key_value_heads {num_kv_heads}")
+    attention_bias = bool(keys.get("attention_bias", False))
+    moe, moe_layers = _moe(keys, num_layers) if family.moe else (None, ())
+    config = ModelConfig(
+        family=family.name,
+        vocab_size=keys.need("vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=keys.need("intermediate_size"),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=_head_dim(keys, hidden_size, num_heads),
+        rms_norm_eps=keys.get("rms_norm_eps", 1e-6),
+        rope=_rope(keys, family.rope_theta),
+        tie_word_embeddings=bool(keys.get("tie_word_embeddings", family.tie_word_embeddings)),
+        max_positions=keys.get("max_position_embeddings", 2048),
+        qkv_bias=family.qkv_bias or attention_bias,
+        out_bias=attention_bias and family.name != "qwen2",
+        mlp_bias=bool(keys.get("mlp_bias", False)),
+        qk_norm=family.qk_norm,
+        windows=_windows(keys, num_layers),
+        moe=moe,
+        moe_layers=moe_layers,
+        bos_token_id=raw.get("bos_token_id"),
+        eos_token_ids=_ids(keys.get("eos_token_id")),
+    )
+    keys.refuse_unknown()
+    return config
+
+
+def parse_drafter(raw: Mapping[str, Any]) -> DrafterConfig:
+    """config.json of a drafter (z-lab layout; newer files nest block_size and others in dflash_config) -> DrafterConfig."""
+    keys = _Keys(raw)
+    nested = _Keys(keys.get("dflash_config", {}))
+    keys.only("hidden_act", "silu")
+    keys.only("partial_rotary_factor", 1.0, 1)
+
+    def either(key: str, default: Any = None) -> Any:
+        inner, outer = nested.get(key), keys.get(key)
+        if inner is not None and outer is not None and inner != outer:
+            raise DflaxError(f"config.json: {key} is {outer!r} but dflash_config.{key} is {inner!r}; keep one")
+        value = inner if inner is not None else outer
+        return default if value is None else value
+
+    def must(key: str) -> Any:
+        value = either(key)
+        if value is None:
+            raise DflaxError(f"config.json of the drafter has no {key!r}, at the top level or in dflash_config")
+        return value
+
+    num_layers = keys.need("num_hidden_layers")
+    num_heads = keys.need("num_attention_heads")
+    hidden_size = keys.need("hidden_size")
+    windows = _windows(keys, num_layers)
+    taps = must("target_layer_ids")
+    if not isinstance(taps, list) or not taps or not all(isinstance(t, int) and t >= 0 for t in taps):
+        raise DflaxError(f"config.json: target_layer_ids is {taps!r}; it must be a list of layer numbers")
+    block_size = must("block_size")
+    if not isinstance(block_size, int) or block_size < 2:
+        raise DflaxError(f"config.json: block_size is {block_size!r}; it must be an integer of at least 2 (it counts the anchor)")
+    num_target_layers = keys.get("num_target_layers", max(taps) + 1)
+    if max(taps) >= num_target_layers:
+        raise DflaxError(f"config.json: target_layer_ids {taps} do not fit num_target_layers {num_target_layers}")
+    vocab_size = keys.need("vocab_size")
+    mask_token_id = must("mask_token_id")
+    if not 0 <= mask_token_id < vocab_size:
+        raise DflaxError(f"config.json: mask_token_id {mask_token_id} is outside the vocabulary of {vocab_size}")
+    keys.get("tie_word_embeddings")  # the embedding and the head are the target's
+    config = DrafterConfig(
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=keys.need("intermediate_size"),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=keys.get("num_key_value_heads", num_heads),
+        head_dim=_head_dim(keys, hidden_size, num_heads),
+        rms_norm_eps=keys.get("rms_norm_eps", 1e-6),
+        rope=_rope(keys, 1e6),
+        block_size=block_size,
+        mask_token_id=mask_token_id,
+        target_layer_ids=tuple(taps),
+        num_target_layers=num_target_layers,
+        max_positions=keys.get("max_position_embeddings", 40960),
+        attention_bias=bool(keys.get("attention_bias", False)),
+        causal=_causal(keys.get("is_causal"), nested.get("causal"), windows, num_layers),
+        windows=windows,
+        input_embedding_scale=float(either("input_embedding_scale", 1.0)),
+        output_multiplier=float(either("output_multiplier", 1.0)),
+        final_logit_softcapping=either("final_logit_softcapping"),
+        draft_vocab_size=either("draft_vocab_size"),
+        kind=nested.get("kind", "dflash"),
+    )
+    keys.get("eos_token_id")
+    keys.refuse_unknown()
+    unknown = sorted(set(nested.raw) - nested.used)
+    if unknown:
+        raise DflaxError(f"config.json: dflash_config has keys that dflax does not know: {', '.join(unknown)}")
+    return config
+
+
+def _causal(is_causal: bool | None, causal: bool | None, windows: tuple[int | None, ...], num_layers: int) -> tuple[bool, ...]:
+    """Causal inside the block, per layer: is_causal wins, then dflash_config.causal, then sliding layers are (spec of vLLM and z-lab)."""
+    for choice in (is_causal, causal):
+        if choice is not None:
+            return (bool(choice),) * num_layers
+    return tuple(w is not None for w in windows) or (False,) * num_layers
+
+
+def _head_dim(keys: _Keys, hidden_size: int, num_heads: int) -> int:
+    head_dim = keys.get("head_dim")
+    if head_dim is None:
+        if hidden_size % num_heads:
+            raise DflaxError(f"config.json: no head_dim, and hidden_size {hidden_size} is no multiple of {num_heads} heads")
+        head_dim = hidden_size // num_heads
+    if head_dim % 2:
+        raise DflaxError(f"config.json: head_dim is {head_dim}; rotary embedding needs an even number")
+    return head_dim
+
+
+def _rope(keys: _Keys, default_theta: float) -> RopeConfig:
+    """Old keys (rope_theta, rope_scaling) and new (rope_parameters)."""
+    new = keys.get("rope_parameters") or {}
+    scaling = dict(keys.get("rope_scaling") or {}) or dict(new)
+    theta = keys.get("rope_theta", new.get("rope_theta", default_theta))
+    scaling.pop("rope_theta", None)
+    kind = scaling.pop("rope_type", scaling.pop("type", "default"))
+    scaling.pop("type", None)
+    if kind == "default":
+        rope, known = RopeConfig(theta=float(theta)), set()
+    elif kind == "linear":
+        rope, known = RopeConfig(float(theta), "linear", float(_part(scaling, "factor"))), {"factor"}
+    elif kind == "llama3":
+        known = {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
+        factor, low, high = (float(_part(scaling, k)) for k in ("factor", "low_freq_factor", "high_freq_factor"))
+        rope = RopeConfig(float(theta), "llama3", factor, low, high, int(_part(scaling, "original_max_position_embeddings")))
+    else:
+        raise DflaxError(f"config.json: rope type is {kind!r}; dflax supports default, linear and llama3")
+    if kind == "default":
+        known = {"factor"} if scaling.get("factor") in (1, 1.0) else set()
+    unknown = sorted(k for k in set(scaling) - known if not (k == "partial_rotary_factor" and scaling[k] == 1))
+    if unknown:
+        raise DflaxError(f"config.json: rope settings {', '.join(unknown)} are not known for rope type {kind!r}")
+    return rope
+
+
+def _part(scaling: Mapping[str, Any], key: str) -> Any:
+    if key not in scaling:
+        raise DflaxError(f"config.json: rope scaling has no {key!r}")
+    return scaling[key]
+
+
+def _windows(keys: _Keys, num_layers: int) -> tuple[int | None, ...]:
+    """Sliding windows per layer from layer_types, or from use_sliding_window and max_window_layers of older files; () = none."""
+    window = keys.get("sliding_window")
+    layer_types = keys.get("layer_types")
+    use = keys.get("use_sliding_window", layer_types is not None)
+    if layer_types is not None:
+        bad = sorted(set(layer_types) - {"full_attention", "sliding_attention"})
+        if bad or len(layer_types) != num_layers:
+            raise DflaxError(f"config.json: layer_types needs {num_layers} entries, each full_attention or sliding_attention")
+        sliding = [kind == "sliding_attention" for kind in layer_types]
+    else:
+        first = keys.raw.get("max_window_layers", 0) if "max_window_layers" in keys.raw else 0
+        sliding = [bool(use) and window is not None and i >= first for i in range(num_layers)]
+    if not any(sliding):
+        return ()
+    if not isinstance(window, int) or window < 1:
+        raise DflaxError(f"config.json: layers slide but sliding_window is {window!r}; it must be a positive integer")
+    return tuple(window if s else None for s in sliding)
+
+
+def _moe(keys: _Keys, num_layers: int) -> tuple[MoEConfig, tuple[bool, ...]]:
+    dense = keys.get("mlp_only_layers", [])
+    step = keys.get("decoder_sparse_step", 1)
+    num_experts = keys.need("num_experts")
+    per_token = keys.need("num_experts_per_tok")
+    if per_token > num_experts:
+        raise DflaxError(f"config.json: num_experts_per_tok {per_token} exceeds num_experts {num_experts}")
+    moe = MoEConfig(num_experts, per_token, keys.need("moe_intermediate_size"), bool(keys.get("norm_topk_prob", False)))
+    return moe, tuple(i not in dense and (i + 1) % step == 0 for i in range(num_layers))
+
+
+def _ids(value: int | list[int] | None) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, list) else (value,)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# config.json out
+
+
+def to_hf(config: ModelConfig | DrafterConfig) -> dict[str, Any]:
+    """The config.json that engines of the PyTorch world read; parse(to_hf(c)) == c."""
+    common = {
+        "hidden_act": "silu",
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "vocab_size": config.vocab_size,
+        "rms_norm_eps": config.rms_norm_eps,
+        "max_position_embeddings": config.max_positions,
+        "rope_theta": config.rope.theta,
+        "rope_scaling": _rope_out(config.rope),
+        **_windows_out(config.windows),
+    }
+    if isinstance(config, DrafterConfig):
+        return {**common, **_drafter_out(config)}
+    architecture = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe"}[config.family]
+    out = {
+        **common,
+        "architectures": [f"{architecture}ForCausalLM"],
+        "model_type": config.family,
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "bos_token_id": config.bos_token_id,
+        "eos_token_id": list(config.eos_token_ids) if len(config.eos_token_ids) != 1 else config.eos_token_ids[0],
+    }
+    if config.family == "llama":
+        out |= {"attention_bias": config.qkv_bias, "mlp_bias": config.mlp_bias}
+    elif config.family != "qwen2":
+        out |= {"attention_bias": config.qkv_bias}
+    if config.moe is not None:
+        out |= {
+            "num_experts": config.moe.num_experts,
+            "num_experts_per_tok": config.moe.experts_per_token,
+            "moe_intermediate_size": config.moe.intermediate_size,
+            "norm_topk_prob": config.moe.norm_topk_prob,
+            "mlp_only_layers": [i for i, sparse in enumerate(config.moe_layers) if not sparse],
+            "decoder_sparse_step": 1,
+        }
+    return {k: v for k, v in out.items() if v is not None and v != []} | ({"mlp_only_layers": []} if config.moe else {})
+
+
+def _drafter_out(config: DrafterConfig) -> dict[str, Any]:
+    nested: dict[str, Any] = {"mask_token_id": config.mask_token_id, "target_layer_ids": list(config.target_layer_ids)}
+    defaults = {"input_embedding_scale": 1.0, "output_multiplier": 1.0, "final_logit_softcapping": None, "draft_vocab_size": None}
+    nested |= {k: getattr(config, k) for k, v in (defaults | {"kind": "dflash"}).items() if getattr(config, k) != v}
+    out = {
+        "architectures": ["DFlashDraftModel"],
+        "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
+        "model_type": "qwen3",
+        "attention_bias": config.attention_bias,
+        "block_size": config.block_size,
+        "dflash_config": nested,
+        "num_target_layers": config.num_target_layers,
+        "tie_word_embeddings": False,
+    }
+    if config.causal != _causal(None, None, config.windows, config.num_layers):
+        if len(set(config.causal)) > 1:
+            raise DflaxError("a drafter whose layers differ in causality beyond the sliding rule has no config.json form")
+        out["is_causal"] = config.causal[0]
+    return out
+
+
+def _rope_out(rope: RopeConfig) -> dict[str, Any] | None:
+    if rope.scaling == "none":
+        return None
+    out: dict[str, Any] = {"rope_type": rope.scaling, "factor": rope.factor}
+    if rope.scaling == "llama3":
+        out |= {
+            "low_freq_factor": rope.low_freq_factor,
+            "high_freq_factor": rope.high_freq_factor,
+            "original_max_position_embeddings": rope.original_max_positions,
+        }
+    return out
+
+
+def _windows_out(windows: tuple[int | None, ...]) -> dict[str, Any]:
+    if not windows:
+        return {}
+    return {
+        "sliding_window": next(w for w in windows if w is not None),
+        "use_sliding_window": True,
+        "layer_types": ["full_attention" if w is None else "sliding_attention" for w in windows],
+    }
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tensor names
+
+
+@dataclass(frozen=True)
+class TensorRule:
+    """Where a parameter lives in a checkpoint: one tensor, or one per expert, stacked on a new first axis."""
+
+    names: tuple[str, ...]
+    stacked: bool = False
+
+
+def tensor_rules(config: ModelConfig | DrafterConfig) -> dict[str, TensorRule]:
+    """Dotted module path -> where the checkpoint keeps it. Our module paths are the official names without "model."."""
+    if isinstance(config, DrafterConfig):
+        return {path: TensorRule((path,)) for path in _drafter_paths(config)}
+    rules = {path: TensorRule((f"model.{path}",)) for path in _decoder_paths(config)}
+    if not config.tie_word_embeddings:
+        rules["lm_head.weight"] = TensorRule(("lm_head.weight",))
+    for i in range(config.num_layers):
+        if config.moe is not None and config.is_moe(i):
+            for part in ("gate_proj", "up_proj", "down_proj"):
+                experts = (f"model.layers.{i}.mlp.experts.{e}.{part}.weight" for e in range(config.moe.num_experts))
+                rules[f"layers.{i}.mlp.experts.{part}.weight"] = TensorRule(tuple(experts), stacked=True)
+    return rules
+
+
+def _decoder_paths(config: ModelConfig) -> list[str]:
+    paths = ["embed_tokens.weight", "norm.weight"]
+    for i in range(config.num_layers):
+        paths += _attention_paths(i, config.qkv_bias, config.out_bias, config.qk_norm)
+        if config.is_moe(i):
+            paths.append(f"layers.{i}.mlp.gate.weight")
+        else:
+            paths += _mlp_paths(i, config.mlp_bias)
+    return paths
+
+
+def _drafter_paths(config: DrafterConfig) -> list[str]:
+    paths = ["fc.weight", "hidden_norm.weight", "norm.weight"]
+    if config.fused:
+        paths.append("input_proj.weight")
+    for i in range(config.num_layers):
+        paths += _attention_paths(i, config.attention_bias, config.attention_bias, qk_norm=True) + _mlp_paths(i, bias=False)
+    return paths
+
+
+def _attention_paths(layer: int, qkv_bias: bool, out_bias: bool, qk_norm: bool) -> list[str]:
+    at = f"layers.{layer}"
+    paths = [f"{at}.input_layernorm.weight", f"{at}.post_attention_layernorm.weight"]
+    for part in ("q_proj", "k_proj", "v_proj", "o_proj"):
+        paths.append(f"{at}.self_attn.{part}.weight")
+        if out_bias if part == "o_proj" else qkv_bias:
+            paths.append(f"{at}.self_attn.{part}.bias")
+    if qk_norm:
+        paths += [f"{at}.self_attn.q_norm.weight", f"{at}.self_attn.k_norm.weight"]
+    return paths
+
+
+def _mlp_paths(layer: int, bias: bool) -> list[str]:
+    parts = (f"layers.{layer}.mlp.{part}" for part in ("gate_proj", "up_proj", "down_proj"))
+    return [f"{p}.{kind}" for p in parts for kind in (["weight", "bias"] if bias else ["weight"])]

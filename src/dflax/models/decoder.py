@@ -1,0 +1,157 @@
+"""One decoder backbone for every autoregressive family: what differs between them is in ModelConfig."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from dflax.cache import KVCache
+from dflax.config import ModelConfig
+from dflax.kernels_pallas.block_attention import NO_WINDOW, block_attention
+from dflax.models.features import FeatureTap
+from dflax.models.layers import MLP, Attention, Embedding, RMSNorm, matmul, rope_table
+from dflax.models.moe import MoE
+
+
+class DecoderLayer(nnx.Module):
+    """Pre-norm attention and feed-forward, each added to the residual stream."""
+
+    def __init__(self, config: ModelConfig, layer: int, *, rngs: nnx.Rngs):
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(
+            config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim, qkv_bias=config.qkv_bias,
+            out_bias=config.out_bias, qk_norm=config.qk_norm, eps=config.rms_norm_eps, rngs=rngs,
+        )  # fmt: skip
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        if config.moe is not None and config.is_moe(layer):
+            self.mlp = MoE(config.hidden_size, config.moe, rngs=rngs)
+        else:
+            self.mlp = MLP(config.hidden_size, config.intermediate_size, bias=config.mlp_bias, rngs=rngs)
+
+    def __call__(
+        self, x: Float[Array, "B T E"], rope: tuple[Array, Array], attend: Callable[..., Array]
+    ) -> tuple[Float[Array, "B T E"], Array, Array]:
+        """`attend(q, k, v)` mixes; returns the new residual stream and the block's own keys and values."""
+        h = self.input_layernorm(x)
+        q = self.self_attn.queries(h, rope)
+        k, v = self.self_attn.keys_values(h, rope)
+        x = x + self.self_attn.output(attend(q, k, v))
+        return x + self.mlp(self.post_attention_layernorm(x)), k, v
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Block:
+    """What a forward pass over a block of tokens gives.
+
+    hidden: after the final norm. features: the tapped layers' outputs, joined; None without taps. k, v: the block's own keys and
+    values of every layer, not yet in the cache (`Decoder.read`), else None.
+    """
+
+    hidden: Float[Array, "B T E"]
+    features: Float[Array, "B T ME"] | None
+    k: Float[Array, "L B T Hkv D"] | None
+    v: Float[Array, "L B T Hkv D"] | None
+
+
+class Decoder(nnx.Module):
+    """Token embedding, layers, final norm and head (the embedding table itself where tied)."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, rngs=rngs)
+        self.layers = nnx.List([DecoderLayer(config, i, rngs=rngs) for i in range(config.num_layers)])
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        if not config.tie_word_embeddings:
+            self.lm_head = Embedding(config.vocab_size, config.hidden_size, rngs=rngs)
+        self.config = config
+
+    @property
+    def head(self) -> Float[Array, "V E"]:
+        """The output matrix: logits = hidden @ head^T."""
+        return (self.embed_tokens if self.config.tie_word_embeddings else self.lm_head).weight[...]
+
+    def logits(self, hidden: Float[Array, "... E"]) -> Float[Array, "... V"]:
+        """float32 logits of hidden states (after the final norm)."""
+        return matmul(hidden, self.head)
+
+    def read(
+        self,
+        tokens: Int[Array, "B T"],
+        cache: KVCache,
+        *,
+        taps: tuple[int, ...] = (),
+        ctx_start: Int[Array, " B"] | None = None,
+    ) -> Block:
+        """A causal block behind the cache, which is not written: commit k, v through an accepted path afterwards.
+
+        ctx_start hides the cache's columns before it.
+        """
+        kept: list[tuple[Array, Array]] = []
+        x, tap = self._run(tokens, cache, taps, None, ctx_start, lambda cache, layer, k, v: (kept.append((k, v)), cache)[1])[:2]
+        k, v = (jnp.stack(rows) for rows in zip(*kept, strict=True))
+        return Block(self.norm(x), tap, k, v)
+
+    def write(
+        self,
+        tokens: Int[Array, "B T"],
+        cache: KVCache,
+        n: Int[Array, " B"],
+        *,
+        taps: tuple[int, ...] = (),
+    ) -> tuple[Block, KVCache]:
+        """A causal block whose first n[b] rows are known to stay (prefill): each layer writes them into the cache as it goes."""
+        x, tap, cache = self._run(tokens, cache, taps, n, None, lambda cache, layer, k, v: cache.write(layer, k, v, n))
+        return Block(self.norm(x), tap, None, None), cache.advance(n)
+
+    def hidden_states(self, tokens: Int[Array, "B S"]) -> Float[Array, "L B S E"]:
+        """Output of every layer, before the final norm, without a cache (for inspection and tests)."""
+        taps = tuple(range(self.config.num_layers))
+        features = self.read(tokens, self.empty_cache(tokens), taps=taps).features
+        B, S, _ = features.shape
+        return features.reshape(B, S, len(taps), -1).transpose(2, 0, 1, 3).astype(jnp.float32)
+
+    def packed(
+        self,
+        tokens: Int[Array, "B S"],
+        ctx_start: Int[Array, "B S"],
+        *,
+        taps: tuple[int, ...] = (),
+    ) -> Block:
+        """A whole packed sequence without a cache: a token sees its own document only, from column ctx_start on.
+
+        Rotary positions are columns; attention depends on their differences alone.
+        """
+        column = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+        mask = (column[:, None] >= column) & (column >= ctx_start[..., None])
+        x, tap = self._run(tokens, self.empty_cache(tokens), taps, None, None, lambda cache, *_: cache, mask=mask[:, None])[:2]
+        return Block(self.norm(x), tap, None, None)
+
+    def empty_cache(self, tokens: Int[Array, "B T"]) -> KVCache:
+        """A cache without room, for passes over whole sequences."""
+        return KVCache.empty(self.config, tokens.shape[0], 0, self.embed_tokens.weight[...].dtype)
+
+    def _run(self, tokens, cache, taps, blk_len, ctx_start, keep, mask="causal"):
+        """The layers over a block; `keep(cache, layer, k, v) -> cache` says what becomes of the block's keys and values."""
+        config = self.config
+        x = self.embed_tokens(tokens)
+        positions = cache.length[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
+        rope = rope_table(config.rope, config.head_dim, positions)
+        one = lambda value: None if value is None else value[:, None]  # the op's axis of blocks that share a context  # noqa: E731
+        tap = FeatureTap(taps)
+        for i, layer in enumerate(self.layers):
+
+            def attend(q, k, v, i=i, cache=cache):
+                out = block_attention(
+                    q[:, None], cache.k, cache.v, k[:, None], v[:, None], layer=i, ctx_start=one(ctx_start),
+                    ctx_len=one(cache.length), q_pos=one(positions), mask=mask, blk_len=one(blk_len),
+                    window=config.window(i) or NO_WINDOW, scale=config.head_dim**-0.5,
+                )  # fmt: skip
+                return out[:, 0]
+
+            x, k, v = layer(x, rope, attend)
+            tap(i, x)
+            cache = keep(cache, i, k, v)
+        return x, tap.features() if taps else None, cache

@@ -1,0 +1,109 @@
+"""The drafter against reference values, cached and whole, full and sliding, causal and not; and what a block may see."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import dflax
+from dflax.cache import KVCache
+from dflax.kernels_pallas.block_attention.reference import visible
+from dflax.models.drafter import greedy_block
+from dflax.models.features import default_taps
+from tests.golden import load_case
+
+
+def context_cache(drafter, features, lengths):
+    """Context keys and values written piece by piece, one piece per round."""
+    config, module = drafter.config, drafter.module
+    cache = KVCache.empty(config, 1, features.shape[1] + 4, jnp.float32)
+    start = 0
+    for stop in lengths:
+        fused = module.fuse(jnp.asarray(features[:, start:stop]))
+        k, v = module.context(jnp.zeros_like(fused), fused, cache)
+        n = stop - start
+        cache = cache.commit(k, v, jnp.arange(n, dtype=jnp.int32)[None], jnp.asarray([n], jnp.int32))
+        start = stop
+        yield cache
+
+
+def run_block(drafter, case, cache, ids, anchor):
+    embedded = jnp.take(jnp.asarray(case.expected["embed_tokens"]), jnp.asarray(ids), axis=0)[:, None]
+    last = jnp.zeros((1, 1, embedded.shape[-1]))
+    return drafter.module.block(embedded, last, cache, jnp.asarray([[anchor]], jnp.int32))[:, 0]
+
+
+def test_three_rounds():
+    case = load_case("dflash_drafter")
+    drafter = dflax.load(case.folder / "drafter")
+    want = case.expected
+    case.check("fused_context", drafter.module.fuse(jnp.asarray(want["target_features"])))
+    for i, cache in enumerate(context_cache(drafter, want["target_features"], want["context_lengths"])):
+        ids = want[f"round{i}_block_ids"]
+        mask = drafter.config.mask_token_id
+        np.testing.assert_array_equal(greedy_block(jnp.asarray(ids[:, :1]), mask, ids.shape[1])[0], ids)
+        hidden = run_block(drafter, case, cache, ids, want["context_lengths"][i])
+        case.check(f"round{i}_hidden", hidden)
+        logits = drafter.module.logits(hidden, jnp.asarray(want["lm_head"]))
+        case.check(f"round{i}_logits", logits)
+        case.check(f"round{i}_draft_tokens", logits[:, 1:].argmax(-1))
+        if i == 0:
+            case.check("small_block_hidden", run_block(drafter, case, cache, ids[:, :4], want["context_lengths"][0]))
+
+
+@pytest.mark.parametrize("kind", ["default", "noncausal", "causal"])
+def test_sliding_layers(kind):
+    case = load_case("dflash_drafter_sliding")
+    drafter = dflax.load(case.folder / f"drafter_{kind}")
+    want = case.expected
+    for i, cache in enumerate(context_cache(drafter, want["target_features"], want["context_lengths"])):
+        hidden = run_block(drafter, case, cache, want[f"round{i}_block_ids"], want["context_lengths"][i])
+        case.check(f"{kind}_round{i}_hidden", hidden)
+        logits = drafter.module.logits(hidden, jnp.asarray(want["lm_head"]))
+        case.check(f"{kind}_round{i}_draft_tokens", logits[:, 1:].argmax(-1))
+
+
+@pytest.mark.parametrize("kind", ["default", "noncausal", "causal"])
+def test_masks_of_both_layer_types(kind):
+    case = load_case("dflash_drafter_sliding")
+    config = dflax.load(case.folder / f"drafter_{kind}").config
+    S, T = int(case.expected["context_lengths"][1]), config.block_size
+    for layer, layer_type in ((0, "sliding_attention"), (2, "full_attention")):
+        context, block = visible(
+            S, jnp.zeros((1, 1), jnp.int32), jnp.full((1, 1), S), S + jnp.arange(T)[None, None],
+            "causal" if config.is_causal(layer) else "full", None, jnp.full((1, 1), T), config.window(layer) or 2**30,
+        )  # fmt: skip
+        got = np.concatenate([context[0, 0], block[0, 0]], axis=-1)
+        name = next(n for n in case.expected if n.startswith(f"{kind}_mask_round1_{layer_type.split('_')[0]}"))
+        np.testing.assert_array_equal(got, case.expected[name].reshape(got.shape), err_msg=name)
+
+
+def test_tap_table():
+    for row in load_case("sampling_rules").expected["tap_table"]:
+        layers, taps, *ids = (int(x) for x in row)
+        assert default_taps(layers, taps) == tuple(i for i in ids if i >= 0)
+
+
+def test_what_stands_at_or_after_the_anchor_changes_nothing():
+    """The strict rule of the context, and independence of blocks that share it."""
+    case = load_case("dflash_drafter")
+    drafter = dflax.load(case.folder / "drafter")
+    rng = np.random.default_rng(0)
+    features = case.expected["target_features"].copy()
+    anchors, K = jnp.asarray([[5, 11, 17]], jnp.int32), 8
+    embedded = jnp.asarray(rng.normal(size=(1, 3, K, drafter.config.hidden_size)), jnp.float32)
+
+    def run(features, embedded):
+        (cache,) = context_cache(drafter, features, [features.shape[1]])
+        return np.asarray(drafter.module.block(embedded, jnp.zeros((1, 3, embedded.shape[-1])), cache, anchors))
+
+    before = run(features, embedded)
+    features[:, 11:] += 1.0
+    after = run(features, embedded)
+    np.testing.assert_array_equal(after[:, :2], before[:, :2])
+    assert np.abs(after[:, 2] - before[:, 2]).max() > 1e-3
+    moved = run(features, embedded.at[:, 1].add(1.0))
+    np.testing.assert_array_equal(moved[:, [0, 2]], after[:, [0, 2]])
+    features[:, 10] += 1.0
+    assert np.abs(run(features, embedded)[:, 1] - after[:, 1]).max() > 1e-3
+    assert jax.tree.leaves(drafter.module)
