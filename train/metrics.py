@@ -72,7 +72,7 @@ def plot(metrics_path: str | Path, png_path: str | Path) -> None:
         return
     columns = min(3, len(series))
     rows = math.ceil(len(series) / columns)
-    figure = Figure(figsize=(4.5 * columns, 3 * rows), layout="constrained")
+    figure = Figure(figsize=(4.5 * columns, 3 * rows))
     FigureCanvasAgg(figure)
     panels = figure.subplots(rows, columns, squeeze=False).flat
     for panel, (name, points) in zip(panels, series.items(), strict=False):
@@ -83,6 +83,7 @@ def plot(metrics_path: str | Path, png_path: str | Path) -> None:
         panel.tick_params(labelsize=7)
     for panel in list(figure.axes)[len(series) :]:
         panel.set_visible(False)
+    figure.subplots_adjust(left=0.05, right=0.98, bottom=0.08, top=0.94, wspace=0.2, hspace=0.35)
     png_path = Path(png_path)
     beside = png_path.with_name(png_path.name + ".partial")
     figure.savefig(beside, format="png", dpi=110)
