@@ -22,3 +22,8 @@ import dflax  # noqa: E402  the hook and the path above must come first
 dflax.__path__.append(str(ROOT))
 
 jax.config.update("jax_default_matmul_precision", "highest")
+
+# Compiled programs are kept between runs. A bound on the size makes JAX lock the folder, which parallel test processes need.
+jax.config.update("jax_compilation_cache_dir", str(ROOT / ".pytest_cache" / "jax"))
+jax.config.update("jax_compilation_cache_max_size", 2**30)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
