@@ -161,3 +161,11 @@ def test_a_character_goes_out_with_its_last_byte_and_what_came_before_at_once():
     assert [detokenizer.push(ids[:3]), detokenizer.push(ids[3:4]), detokenizer.push(ids[4:])] == ["a", "", "🙂b"]
     detokenizer.push(ids[1:3])
     assert detokenizer.flush() == text.REPLACEMENT
+
+
+def test_bytes_that_never_become_a_character_do_not_stop_the_stream():
+    detokenizer = text.Detokenizer(SENTENCE_PIECE)
+    assert detokenizer.push("🙂".encode()) == "🙂"
+    assert detokenizer.push([0xF0]) == ""
+    assert detokenizer.push([257]).endswith("b")
+    assert detokenizer.push([257, 257]) == "bb"

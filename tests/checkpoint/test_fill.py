@@ -141,3 +141,9 @@ def test_weights_that_are_not_finite_are_named(tensors, kind, value):
 def test_parameter_without_a_rule_is_named(tensors):
     with pytest.raises(DflaxError, match=r"no tensor name is known for the parameters other\.weight"):
         fill({"other.weight": (1,)}, RULES, Memory(tensors))
+
+
+def test_integers_are_no_weights(tensors):
+    tensors["model.embed.weight"] = np.zeros((8, 6), np.int64)
+    with pytest.raises(DflaxError, match=r"model\.embed\.weight holds int64"):
+        fill(SHAPES, RULES, Memory(tensors))

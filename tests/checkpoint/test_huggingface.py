@@ -146,3 +146,9 @@ def test_unknown_tensor_is_named(tmp_path, tensors):
     huggingface.save(tmp_path / "m", tensors, {})
     with pytest.raises(DflaxError, match="no tensor nobody"):
         huggingface.SafetensorsSource(tmp_path / "m").shape("nobody")
+
+
+def test_integer_tables_are_read(tmp_path):
+    """Drafters with a reduced vocabulary carry one."""
+    huggingface.save(tmp_path / "m", {"d2t": np.arange(5)}, {})
+    np.testing.assert_array_equal(huggingface.SafetensorsSource(tmp_path / "m").read("d2t"), np.arange(5))

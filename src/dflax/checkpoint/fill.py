@@ -48,7 +48,7 @@ def fill(
     Raises:
       DflaxError: one line with every missing, unexpected or misshapen tensor; or the tensors that are not finite.
     """
-    places = _places(shapes, rules, source, (*IGNORED, *ignore))
+    places = match(shapes, rules, source, ignore)
     bad: set[str] = set()
 
     def read(path: str, index: Index) -> np.ndarray:
@@ -56,6 +56,8 @@ def fill(
         out = np.empty(_extent(shapes[path], index), dtype)
         for slot, name, part in parts:
             values = source.read(name, part)
+            if not jax.numpy.issubdtype(values.dtype, jax.numpy.floating):
+                raise DflaxError(f"{name} holds {values.dtype}; weights are floating-point numbers")
             if check_finite and not _finite(values):
                 bad.add(name)
             out[slot] = values
@@ -67,6 +69,50 @@ def fill(
             f"weights are not finite (NaN or infinity) in {_listed(sorted(bad))}; the checkpoint is damaged"
         )
     return leaves
+
+
+def match(
+    shapes: Mapping[str, tuple[int, ...]],
+    rules: Mapping[str, TensorRule],
+    source: TensorSource,
+    ignore: Iterable[str] = (),
+) -> dict[str, tuple[str, ...]]:
+    """Dotted path -> the names under which the source has its tensors. Reads headers only; arguments and error as for `fill`."""
+    known = (*IGNORED, *ignore)
+    if unruled := sorted(set(shapes) - set(rules)):
+        raise DflaxError(f"no tensor name is known for the parameters {_listed(unruled)}")
+    present = set(source.names())
+    places, used, missing, misshapen = {}, set(), [], []
+    for path, shape in shapes.items():
+        rule = rules[path]
+        wanted = shape[1:] if rule.stacked else shape
+        if rule.stacked and len(rule.names) != shape[0]:
+            raise DflaxError(f"{path} stacks {shape[0]} tensors but {len(rule.names)} names are given")
+        found = []
+        for name in rule.names:
+            here = next((n for n in _spellings(name) if n in present), None)
+            if here is None:
+                missing.append(name)
+                continue
+            found.append(here)
+            if source.shape(here) != wanted:
+                misshapen.append(f"{here} has shape {list(source.shape(here))}, the config asks for {list(wanted)}")
+        used.update(found)
+        places[path] = tuple(found)
+    extra = sorted(n for n in present - used if not any(fnmatchcase(n, pattern) for pattern in known))
+    problems = []
+    if missing:
+        close = difflib.get_close_matches(missing[0], extra, 1)
+        problems.append(f"missing {_listed(missing)}" + (f" (is it {close[0]}?)" if close else ""))
+    if extra:
+        problems.append(f"unexpected {_listed(extra)}")
+    if misshapen:
+        problems.append(
+            "; ".join(misshapen[:SHOWN]) + (f"; and {len(misshapen) - SHOWN} more" if len(misshapen) > SHOWN else "")
+        )
+    if problems:
+        raise DflaxError(f"the checkpoint's tensors do not fit its config: {'; '.join(problems)}")
+    return places
 
 
 def named(leaves: Mapping[str, jax.Array], rules: Mapping[str, TensorRule]) -> dict[str, np.ndarray]:
@@ -89,49 +135,6 @@ def _put(
         return jax.device_put(read(tuple(slice(0, n) for n in shape)))
     where = sharding if isinstance(sharding, Sharding) else sharding(path)
     return jax.make_array_from_callback(shape, where, lambda index: read(index))
-
-
-def _places(
-    shapes: Mapping[str, tuple[int, ...]],
-    rules: Mapping[str, TensorRule],
-    source: TensorSource,
-    ignore: tuple[str, ...],
-) -> dict[str, tuple[str, ...]]:
-    """Dotted path -> the names under which the source really has its tensors; raises with everything that does not fit."""
-    if unruled := sorted(set(shapes) - set(rules)):
-        raise DflaxError(f"no tensor name is known for the parameters {_listed(unruled)}")
-    present = set(source.names())
-    places, used, missing, misshapen = {}, set(), [], []
-    for path, shape in shapes.items():
-        rule = rules[path]
-        wanted = shape[1:] if rule.stacked else shape
-        if rule.stacked and len(rule.names) != shape[0]:
-            raise DflaxError(f"{path} stacks {shape[0]} tensors but {len(rule.names)} names are given")
-        found = []
-        for name in rule.names:
-            here = next((n for n in _spellings(name) if n in present), None)
-            if here is None:
-                missing.append(name)
-                continue
-            found.append(here)
-            if source.shape(here) != wanted:
-                misshapen.append(f"{here} has shape {list(source.shape(here))}, the config asks for {list(wanted)}")
-        used.update(found)
-        places[path] = tuple(found)
-    extra = sorted(n for n in present - used if not any(fnmatchcase(n, pattern) for pattern in ignore))
-    problems = []
-    if missing:
-        close = difflib.get_close_matches(missing[0], extra, 1)
-        problems.append(f"missing {_listed(missing)}" + (f" (is it {close[0]}?)" if close else ""))
-    if extra:
-        problems.append(f"unexpected {_listed(extra)}")
-    if misshapen:
-        problems.append(
-            "; ".join(misshapen[:SHOWN]) + (f"; and {len(misshapen) - SHOWN} more" if len(misshapen) > SHOWN else "")
-        )
-    if problems:
-        raise DflaxError(f"the checkpoint's tensors do not fit its config: {'; '.join(problems)}")
-    return places
 
 
 def _spellings(name: str) -> tuple[str, str]:

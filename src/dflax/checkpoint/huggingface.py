@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import ml_dtypes  # registers bfloat16 with numpy, so that safetensors can hand it out
+import ml_dtypes  # noqa: F401  registers bfloat16 with numpy, so that safetensors can hand it out
 import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
@@ -20,7 +20,7 @@ from dflax.errors import DflaxError
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-FLOATS = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
+READABLE = ("F64", "F32", "F16", "BF16", "I64", "I32", "BOOL")  # what is missing here is quantized
 
 
 class SafetensorsSource:
@@ -47,10 +47,8 @@ class SafetensorsSource:
             self._home.update(dict.fromkeys(held, file))
         for name in self._home:
             kind = self._slice(name).get_dtype()
-            if kind not in FLOATS:
-                raise DflaxError(
-                    f"{folder}: {name} is stored as {kind}; dflax reads {', '.join(FLOATS)} (not quantized weights)"
-                )
+            if kind not in READABLE:
+                raise DflaxError(f"{folder}: {name} is stored as {kind}; dflax does not read quantized safetensors")
 
     def _slice(self, name: str) -> Any:
         if name not in self._home:
