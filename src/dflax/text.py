@@ -1,10 +1,11 @@
 """Text and tokens: the tokenizer of a folder, prompts of every accepted kind, stop tokens, text while it is being written."""
 
 import importlib
+import operator
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, SupportsIndex, runtime_checkable
 
 from dflax.errors import DflaxError
 
@@ -177,8 +178,8 @@ def _need(tokenizer: Tokenizer | None) -> Tokenizer:
 
 
 def _id(token: object) -> int:
-    if hasattr(token, "__index__") and not isinstance(token, bool):  # numpy integers too
-        return token.__index__()
+    if isinstance(token, SupportsIndex) and not isinstance(token, bool):  # numpy integers too
+        return operator.index(token)
     raise DflaxError(f"a prompt of token ids holds {token!r}, which is no integer")
 
 

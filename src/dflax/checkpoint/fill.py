@@ -134,7 +134,7 @@ def _put(
     if sharding is None:
         return jax.device_put(read(tuple(slice(0, n) for n in shape)))
     where = sharding if isinstance(sharding, Sharding) else sharding(path)
-    return jax.make_array_from_callback(shape, where, lambda index: read(index))
+    return jax.make_array_from_callback(shape, where, lambda index: read(index or ()))
 
 
 def _spellings(name: str) -> tuple[str, str]:

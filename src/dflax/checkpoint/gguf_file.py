@@ -46,7 +46,7 @@ def open_gguf(path: str | os.PathLike[str]) -> GGUFFile:
     except (OSError, ValueError) as error:
         raise DflaxError(f"cannot read {path}: {error}") from error
     try:
-        metadata, tensors, end = _header(path, memoryview(raw))
+        metadata, tensors, end = _header(path, raw.data)
     except (struct.error, UnicodeDecodeError, KeyError, IndexError, OverflowError, MemoryError) as error:
         raise DflaxError(f"{path} is truncated or damaged in its header ({type(error).__name__}: {error})") from error
     align = metadata.get("general.alignment", 32)

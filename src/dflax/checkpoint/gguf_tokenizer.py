@@ -62,7 +62,7 @@ def _tokenizer(file: GGUFFile) -> Any:
     tokens, merges = _need(file, "tokens"), _need(file, "merges")
     kinds = metadata.get("tokenizer.ggml.token_type", [1] * len(tokens))
     try:
-        pairs = [tuple(merge.split(" ", 1)) for merge in merges]
+        pairs = [(left, right) for left, right in (merge.split(" ", 1) for merge in merges)]
         vocabulary = {token: index for index, token in enumerate(tokens)}
         # Llama 3 takes a word that is a token as it is, without asking the merges.
         out = Tokenizer(models.BPE(vocab=vocabulary, merges=pairs, ignore_merges=pre == "llama-bpe"))
