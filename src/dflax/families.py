@@ -101,6 +101,10 @@ def parse(raw: Mapping[str, Any]) -> ModelConfig:
     if num_heads % num_kv_heads:
         raise DflaxError(f"config.json: num_attention_heads {num_heads} is no multiple of num_key_value_heads {num_kv_heads}")
     attention_bias = bool(keys.get("attention_bias", False))
+    if family.moe:  # Qwen3-Coder spells out what the family does anyway
+        keys.only("use_qk_norm", True)
+        keys.only("qkv_bias", False)
+        keys.only("shared_expert_intermediate_size", 0)
     moe, moe_layers = _moe(keys, num_layers) if family.moe else (None, ())
     config = ModelConfig(
         family=family.name,

@@ -1,0 +1,201 @@
+"""What the frozen target says of packed rows: features of its tapped layers and its most likely tokens, made online or cached on disk once.
+
+A cache is a folder of flat arrays, written row by row and resumable: a killed run goes on after the last row that `progress.json` counts.
+"""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from jaxtyping import Array, Float, Int
+from tqdm import tqdm
+
+from dflax.errors import DflaxError
+from dflax.model import Model
+from dflax.models.decoder import Decoder
+from dflax.train.data import Packed
+from dflax.train.drafter import Rows
+
+HEAD_CHUNK = 128  # positions whose logits exist at a time
+
+
+def target_rows(
+    target: Decoder,
+    tokens: Int[Array, "B S"],
+    loss_mask: Array,
+    ctx_start: Int[Array, "B S"],
+    taps: tuple[int, ...],
+    soft: int = 0,
+    head: Float[Array, "Vd E"] | None = None,
+    head_ids: Int[Array, " Vd"] | None = None,
+) -> Rows:
+    """One pass of the target over packed rows. soft > 0 also gives the `soft` most likely tokens at every position, among the rows
+    `head` with ids `head_ids` where given. Nothing is differentiated."""
+    block = target.packed(tokens, ctx_start, taps=taps)
+    assert block.features is not None
+    features, hidden = (jax.lax.stop_gradient(x) for x in (block.features, block.hidden))
+    ids, logprobs = _most_likely(hidden, target.head if head is None else head, soft) if soft else (None, None)
+    if ids is not None and head_ids is not None:
+        ids = head_ids[ids]
+    return Rows(tokens, loss_mask, ctx_start, features, ids, logprobs)
+
+
+def _most_likely(hidden: Float[Array, "B S E"], head: Float[Array, "V E"], k: int) -> tuple[Array, Array]:
+    """The k best tokens AT each position (scored by the state before it) and their float32 log-probabilities; position 0 repeats 0's own."""
+    B, S, E = hidden.shape
+    before = jnp.concatenate([hidden[:, :1], hidden[:, :-1]], axis=1).reshape(B * S, E)
+    chunk = min(HEAD_CHUNK, B * S)
+    parts = jnp.pad(before, ((0, -(B * S) % chunk), (0, 0))).reshape(-1, chunk, E)
+
+    def part(h):
+        logits = jax.lax.dot_general(h, head, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+        best, ids = jax.lax.top_k(logits, k)
+        return ids.astype(jnp.int32), best - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+
+    ids, logprobs = jax.lax.map(part, parts)
+    cut = lambda x: x.reshape(-1, k)[: B * S].reshape(B, S, k)  # noqa: E731
+    return cut(ids), cut(logprobs)
+
+
+def online(
+    merge_target: Callable[[Any], Decoder], taps: tuple[int, ...], soft: int, head_ids: np.ndarray | None
+) -> Callable[[Any, Any], tuple[Rows, Any]]:
+    """`prepare` of `drafter.make_loss`: the batch holds tokens only, frozen is (leaves of the target, Frozen)."""
+
+    def prepare(batch, frozen):
+        leaves, shared = frozen
+        head = None if head_ids is None else shared.head
+        ids = None if head_ids is None else jnp.asarray(head_ids)
+        rows = target_rows(
+            merge_target(leaves), batch["tokens"], batch["loss_mask"], batch["ctx_start"], taps, soft, head, ids
+        )
+        return rows, shared
+
+    return prepare
+
+
+class FeatureStore:
+    """Rows on disk. `rows(indices)` reads some of them as numpy arrays (memory-mapped, bfloat16 features, float16 log-probabilities)."""
+
+    def __init__(self, folder: str | os.PathLike[str]):
+        self.folder = Path(folder)
+        meta, done = _json(self.folder / "meta.json"), _json(self.folder / "progress.json")
+        if meta is None or done is None:
+            raise DflaxError(f"{self.folder} is no feature cache (meta.json or progress.json is missing)")
+        self.meta = meta
+        if done["rows"] != meta["rows"]:
+            raise DflaxError(f"the feature cache {self.folder} is unfinished: {done['rows']} of {meta['rows']} rows; run the same command again")
+        self._arrays = {name: _map(self.folder, meta, name, "r") for name in _layout(meta)}
+
+    def __len__(self) -> int:
+        return self.meta["rows"]
+
+    def rows(self, indices: np.ndarray) -> Rows:
+        a = {name: np.asarray(array[indices]) for name, array in self._arrays.items()}
+        return Rows(
+            a["tokens"], a["loss_mask"], a["ctx_start"], a["features"], a.get("soft_ids"), a.get("soft_logprobs")
+        )
+
+
+def cache_features(
+    folder: str | os.PathLike[str],
+    target: Model,
+    packed: Packed,
+    taps: tuple[int, ...],
+    soft: int = 0,
+    head_ids: np.ndarray | None = None,
+    batch: int = 2,
+) -> FeatureStore:
+    """Runs the target over every packed row once and writes the cache; goes on where an earlier call was killed.
+
+    A cache of other rows, taps or target is refused. On disk: 2 * M * E bytes a token, and 6 a soft label.
+    """
+    folder = Path(folder)
+    R, S = packed.tokens.shape
+    meta = {
+        "rows": R,
+        "length": S,
+        "taps": list(taps),
+        "width": len(taps) * target.config.hidden_size,
+        "soft": soft,
+        "scored": None if head_ids is None else len(head_ids),
+        "target": target.name,
+        "data": packed.fingerprint(),
+    }
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DflaxError(f"cannot write the feature cache {folder}: {error.strerror}") from error
+    old = _json(folder / "meta.json")
+    if old is not None and old != meta:
+        changed = sorted(k for k in {*old, *meta} if old.get(k) != meta.get(k))
+        raise DflaxError(f"{folder} caches other features ({', '.join(changed)} differ); use another folder")
+    progress = _json(folder / "progress.json") if old is not None else None
+    done = progress["rows"] if progress else 0
+    _write_json(folder / "meta.json", meta)
+    if done < R:
+        _fill(folder, meta, target, packed, taps, soft, head_ids, batch, done)
+    return FeatureStore(folder)
+
+
+def _fill(folder, meta, target, packed, taps, soft, head_ids, batch, done) -> None:
+    arrays = {name: _map(folder, meta, name, "r+") for name in _layout(meta)}
+    R, S = packed.tokens.shape
+    ids = None if head_ids is None else jnp.asarray(head_ids)
+    head = None if ids is None else target.module.head[ids]
+
+    @jax.jit
+    def run(leaves, head, tokens, loss_mask, ctx_start):
+        return target_rows(target.merge(leaves), tokens, loss_mask, ctx_start, taps, soft, head, ids)
+
+    for start in tqdm(range(done, R, batch), initial=done // batch, total=-(-R // batch), unit="batch", desc="features"):
+        index = np.minimum(np.arange(start, start + batch), R - 1)
+        made = run(target.leaves, head, packed.tokens[index], packed.loss_mask[index], packed.ctx_start[index])
+        live = min(batch, R - start)
+        for name, array in arrays.items():
+            array[start : start + live] = np.asarray(getattr(made, name))[:live].astype(array.dtype)
+        if start // batch % 16 == 15 or start + live == R:
+            for array in arrays.values():
+                array.flush()
+            _write_json(folder / "progress.json", {"rows": start + live})
+
+
+def _layout(meta: dict[str, Any]) -> dict[str, tuple[tuple[int, ...], Any]]:
+    R, S = meta["rows"], meta["length"]
+    layout: dict[str, tuple[tuple[int, ...], Any]] = {
+        "tokens": ((R, S), np.int32),
+        "loss_mask": ((R, S), np.bool_),
+        "ctx_start": ((R, S), np.int32),
+        "features": ((R, S, meta["width"]), ml_dtypes.bfloat16),
+    }
+    if meta["soft"]:
+        layout |= {"soft_ids": ((R, S, meta["soft"]), np.int32), "soft_logprobs": ((R, S, meta["soft"]), np.float16)}
+    return layout
+
+
+def _map(folder: Path, meta: dict[str, Any], name: str, mode: str) -> np.ndarray:
+    shape, dtype = _layout(meta)[name]
+    path = folder / f"{name}.bin"
+    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    if mode == "r+" and (not path.exists() or path.stat().st_size != size):
+        with path.open("ab") as file:
+            file.truncate(size)
+    if not path.exists() or path.stat().st_size != size:
+        raise DflaxError(f"{path} of the feature cache is missing or has the wrong size; delete the folder and run again")
+    return np.memmap(path, dtype, mode, shape=shape)
+
+
+def _json(path: Path) -> dict[str, Any] | None:
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    beside = path.with_name(path.name + ".partial")
+    beside.write_text(json.dumps(value))
+    os.replace(beside, path)
