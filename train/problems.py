@@ -16,7 +16,6 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
 
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
@@ -24,7 +23,7 @@ from transformers import PreTrainedTokenizerFast
 from dflax.errors import DflaxError
 from dflax.train.problem_templates import HELD_OUT, TRAINING, Template
 
-Split = Literal["train", "validation", "test"]
+SPLITS = ("train", "validation", "test")
 
 NAMES = ("Ann", "Ben", "Eva", "Gus", "Kim", "Leo", "Mia", "Tom")
 ITEMS = ("pens", "cards", "coins", "books", "apples", "eggs", "cakes", "shells", "stamps", "beads", "nuts", "toys")
@@ -69,14 +68,14 @@ def steps_are_right(text: str) -> bool:
     return bool(found) and all(_compute(int(a), sign, int(b)) == int(c) for a, sign, b, c in found)
 
 
-def generate(seed: int, index: int, split: Split) -> Problem:
+def generate(seed: int, index: int, split: str) -> Problem:
     """Problem `index` of a split: a pure function of its arguments.
 
     train: the training templates; validation: the same templates with numbers never seen in training; test: neither the template nor the
     numbers are seen in training.
     """
-    if split not in ("train", "validation", "test"):
-        raise DflaxError(f"split is {split!r}; it is one of train, validation, test")
+    if split not in SPLITS:
+        raise DflaxError(f"split is {split!r}; it is one of {', '.join(SPLITS)}")
     chance = random.Random(f"{seed}/{split}/{index}")
     templates = range(TRAINING_TEMPLATES, len(TEMPLATES)) if split == "test" else range(TRAINING_TEMPLATES)
     number = chance.choices(templates, [len(TEMPLATES[i].steps) - 1 for i in templates])[0]  # longer ones more often
@@ -96,7 +95,7 @@ def generate(seed: int, index: int, split: Split) -> Problem:
     return Problem(template.question.format(**fields), f"{answer} #### {value}", value, number, numbers)
 
 
-def problems(seed: int, split: Split, count: int) -> Iterator[Problem]:
+def problems(seed: int, split: str, count: int) -> Iterator[Problem]:
     """The first `count` problems of a split."""
     return (generate(seed, index, split) for index in range(count))
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from dflax.errors import DflaxError
 
@@ -61,7 +61,9 @@ def make_mesh(text: str = "", devices: Sequence[jax.Device] | None = None) -> Me
     return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
-def spec(axes: Sequence[str | None], shape: Sequence[int], mesh: Mesh) -> tuple[PartitionSpec, list[str]]:
+def spec(
+    axes: Sequence[str | None], shape: Sequence[int], mesh: Mesh | AbstractMesh
+) -> tuple[PartitionSpec, list[str]]:
     """The PartitionSpec of an array with one logical axis name (or None) per dimension, and a line for each axis that had to be dropped."""
     if len(axes) != len(shape):
         raise DflaxError(f"{len(axes)} logical axes {tuple(axes)} for an array of shape {tuple(shape)}")
@@ -82,7 +84,7 @@ def spec(axes: Sequence[str | None], shape: Sequence[int], mesh: Mesh) -> tuple[
     return PartitionSpec(*parts), dropped
 
 
-def fsdp_spec(shape: Sequence[int], mesh: Mesh) -> tuple[PartitionSpec, list[str]]:
+def fsdp_spec(shape: Sequence[int], mesh: Mesh | AbstractMesh) -> tuple[PartitionSpec, list[str]]:
     """For an array whose axes have no names: its largest dimension that `fsdp` divides is cut, vectors and scalars are replicated."""
     ways = mesh.shape["fsdp"]
     if ways == 1 or len(shape) < 2:

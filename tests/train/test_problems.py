@@ -8,7 +8,7 @@ from transformers import AutoTokenizer
 from dflax.errors import DflaxError
 from dflax.train import problems as P
 
-SPLITS = ("train", "validation", "test")
+SPLITS = P.SPLITS
 
 
 @pytest.fixture(scope="module")

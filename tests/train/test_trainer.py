@@ -231,7 +231,6 @@ def test_signal_writes_a_checkpoint_and_leaves(tmp_path, number):
         ({"steps": 0}, "exactly one"),
         ({"steps": 5, "epochs": 1}, "exactly one"),
         ({"log_every": 0}, "log_every"),
-        ({"schedule": "wavy"}, "wavy"),
         ({"warmup_fraction": 1.5}, "warmup_fraction"),
     ],
 )
