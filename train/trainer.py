@@ -113,7 +113,7 @@ class Stopped(DflaxError):
 class TrainState:
     """What a step reads and replaces; donated to it."""
 
-    step: jax.Array  # int32 []: steps done
+    step: PyTree  # int32 []: steps done
     params: PyTree  # float32 masters
     opt_state: PyTree
 

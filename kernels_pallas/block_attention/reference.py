@@ -3,7 +3,9 @@
 import jax
 import jax.numpy as jnp
 
-NEGATIVE = -1e30  # finite, so that a row with nothing visible stays free of NaN in value and gradient
+# Finite, so that a row with nothing visible stays free of NaN in value and gradient. Its maximum is held far above what hides a key,
+# so that every exponential of it is 0 without a second mask.
+NEGATIVE, FLOOR = -1e30, -1e29
 
 
 def attend(
@@ -26,10 +28,9 @@ def attend(
     context = jnp.where(sees_context[:, None, None], context, NEGATIVE)
     block = jnp.where(sees_block[:, None, None], block, NEGATIVE)
 
-    top = jnp.maximum(context.max(-1, initial=NEGATIVE), block.max(-1))[..., None]
-    top = jax.lax.stop_gradient(top)
-    p_context = jnp.where(sees_context[:, None, None], jnp.exp(context - top), 0.0)
-    p_block = jnp.where(sees_block[:, None, None], jnp.exp(block - top), 0.0)
+    top = jnp.maximum(jnp.maximum(context.max(-1, initial=FLOOR), block.max(-1)), FLOOR)
+    top = jax.lax.stop_gradient(top)[..., None]
+    p_context, p_block = jnp.exp(context - top), jnp.exp(block - top)
     total = p_context.sum(-1) + p_block.sum(-1)
     out = jnp.einsum("bhgnts,bhsd->bhgntd", p_context.astype(q.dtype), v_ctx, preferred_element_type=jnp.float32)
     out += jnp.einsum("bhgntu,bnuhd->bhgntd", p_block.astype(q.dtype), v_blk, preferred_element_type=jnp.float32)
