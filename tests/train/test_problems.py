@@ -46,7 +46,7 @@ def test_check_can_fail(drawn):
 
 
 def test_splits_share_no_numbers_and_test_no_template():
-    drawn = {split: list(P.problems(0, split, 1500)) for split in SPLITS}
+    drawn = {split: list(P.problems(0, split, 600)) for split in SPLITS}
     numbers = {split: {tuple(sorted(p.numbers)) for p in drawn[split]} for split in SPLITS}
     assert not numbers["train"] & (numbers["validation"] | numbers["test"])
     used = {split: {p.template for p in drawn[split]} for split in SPLITS}
