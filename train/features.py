@@ -3,6 +3,7 @@
 A cache is a folder of flat arrays, written row by row and resumable: a killed run goes on after the last row that `progress.json` counts.
 """
 
+import hashlib
 import json
 import os
 from collections.abc import Callable
@@ -96,6 +97,16 @@ class FeatureStore:
     def __len__(self) -> int:
         return self.meta["rows"]
 
+    @property
+    def scored_ids(self) -> np.ndarray | None:
+        """The ids that soft labels were chosen among (a draft vocabulary), int32; None: all."""
+        path = self.folder / "scored.npy"
+        return np.load(path) if path.exists() else None
+
+    def response_tokens(self) -> np.ndarray:
+        """Every supervised token, one after another."""
+        return np.asarray(self._arrays["tokens"])[np.asarray(self._arrays["loss_mask"])]
+
     def rows(self, indices: np.ndarray) -> Rows:
         a = {name: np.asarray(array[indices]) for name, array in self._arrays.items()}
         return Rows(
@@ -124,9 +135,9 @@ def cache_features(
         "taps": list(taps),
         "width": len(taps) * target.config.hidden_size,
         "soft": soft,
-        "scored": None if head_ids is None else len(head_ids),
+        "scored": None if head_ids is None else fingerprint(head_ids),
         "target": target.name,
-        "data": packed.fingerprint(),
+        "data": fingerprint(packed.tokens, packed.loss_mask, packed.ctx_start),
     }
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -139,6 +150,8 @@ def cache_features(
     progress = _json(folder / "progress.json") if old is not None else None
     done = progress["rows"] if progress else 0
     _write_json(folder / "meta.json", meta)
+    if head_ids is not None:
+        np.save(folder / "scored.npy", head_ids)
     if done < R:
         _fill(folder, meta, target, packed, taps, soft, head_ids, batch, done)
     return FeatureStore(folder)
@@ -164,6 +177,14 @@ def _fill(folder, meta, target, packed, taps, soft, head_ids, batch, done) -> No
             for array in arrays.values():
                 array.flush()
             _write_json(folder / "progress.json", {"rows": start + live})
+
+
+def fingerprint(*arrays: np.ndarray) -> str:
+    """Tells arrays apart by content."""
+    digest = hashlib.sha256()
+    for array in arrays:
+        digest.update(np.ascontiguousarray(array).tobytes())
+    return digest.hexdigest()[:16]
 
 
 def _layout(meta: dict[str, Any]) -> dict[str, tuple[tuple[int, ...], Any]]:

@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optax.contrib
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tqdm import tqdm
 
@@ -61,6 +62,8 @@ class TrainConfig:
     """What follows the warm-up: down to `final_fraction` of the learning rate by cosine or a line, or constant (may be prolonged later)."""
     warmup_fraction: float = 0.04
     final_fraction: float = 0.0
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """"muon": matrices follow Muon with updates of AdamW's size (arXiv 2502.16982), so that its learning rates carry over; the rest AdamW."""
     weight_decay: float = 0.0
     """On arrays of two axes and more: norms and biases are spared."""
     b1: float = 0.9
@@ -91,6 +94,8 @@ class TrainConfig:
                 raise DflaxError(f"{name} is {getattr(self, name)}; it must not be negative")
         if bool(self.steps) == bool(self.epochs):
             raise DflaxError(f"steps is {self.steps} and epochs is {self.epochs}; set exactly one of them")
+        if self.optimizer not in ("adamw", "muon"):
+            raise DflaxError(f"optimizer is {self.optimizer!r}; it is one of adamw, muon")
         if self.schedule not in ("cosine", "linear", "constant"):
             raise DflaxError(f"schedule is {self.schedule!r}; it is one of cosine, linear, constant")
         for name in ("warmup_fraction", "final_fraction"):
@@ -135,16 +140,22 @@ def learning_rate_schedule(config: TrainConfig, total: int) -> optax.Schedule:
 
 
 def make_optimizer(config: TrainConfig, total: int) -> optax.GradientTransformation:
-    """AdamW with global-norm clipping, warm-up and decay."""
-    adamw = optax.adamw(
-        learning_rate_schedule(config, total),
-        b1=config.b1,
-        b2=config.b2,
-        eps=config.eps,
-        weight_decay=config.weight_decay,
-        mask=lambda params: jax.tree.map(lambda leaf: leaf.ndim >= 2, params),
-    )
-    return optax.chain(optax.clip_by_global_norm(config.clip_norm), adamw) if config.clip_norm else adamw
+    """AdamW or Muon, with global-norm clipping, warm-up and decay."""
+    rate = learning_rate_schedule(config, total)
+    is_matrix = lambda params: jax.tree.map(lambda leaf: leaf.ndim >= 2, params)  # noqa: E731
+    if config.optimizer == "muon":
+        update = optax.contrib.muon(
+            rate,
+            weight_decay=config.weight_decay,
+            adam_b1=config.b1,
+            adam_b2=config.b2,
+            consistent_rms=0.2,
+        )
+    else:
+        update = optax.adamw(
+            rate, b1=config.b1, b2=config.b2, eps=config.eps, weight_decay=config.weight_decay, mask=is_matrix
+        )
+    return optax.chain(optax.clip_by_global_norm(config.clip_norm), update) if config.clip_norm else update
 
 
 def fit(

@@ -1,0 +1,99 @@
+"""The whole way: responses -> trained drafter -> folder -> speculation; features cached and online are the same training."""
+
+import json
+
+import numpy as np
+import pytest
+
+import dflax
+from dflax.errors import DflaxError
+from dflax.models import params
+from dflax.train.drafter import Objective
+from dflax.train.features import FeatureStore
+from dflax.train.recipe import DrafterRecipe, train_drafter
+from dflax.train.trainer import TrainConfig
+from tests.golden import load_case
+
+
+@pytest.fixture(scope="module")
+def setting(tmp_path_factory):
+    """A tiny target and its own greedy answers as training data."""
+    case = load_case("dflash_generate")
+    target = dflax.load(case.folder / "target")
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, 90, int(n)).tolist() for n in rng.integers(5, 12, 24)]
+    answers = dflax.generate(target, prompts, max_new_tokens=24, stop_token_ids=[]).tokens
+    path = tmp_path_factory.mktemp("data") / "responses.jsonl"
+    rows = [{"prompt_tokens": p, "response_tokens": a} for p, a in zip(prompts, answers, strict=True)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return case.folder / "target", path
+
+
+def recipe(setting, out, steps=30, **changes):
+    target, path = setting
+    train = TrainConfig(steps=steps, learning_rate=3e-3, log_every=5, checkpoint_every=10, out=str(out))
+    fields = dict(
+        target=str(target), data=(str(path),), block_size=4, layers=1, taps=2, mask_token_id=0, length=64, rows_per_step=2,
+        held_out=0.2, eval_prompts=3, eval_tokens=16, soft_labels=4, train=train, objective=Objective(anchors=8, labels="soft", chunk=4),
+    )  # fmt: skip
+    return DrafterRecipe(**(fields | changes))
+
+
+def test_learns_and_is_lossless(setting, tmp_path):
+    folder = train_drafter(recipe(setting, tmp_path / "run", steps=60))
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    losses = [line["loss"] for line in lines if "loss" in line]
+    assert losses[-1] < 0.8 * losses[0]
+    assert 1 <= next(line["eval/acceptance_length"] for line in reversed(lines) if "eval/acceptance_length" in line) <= 4
+    target, drafter = dflax.load(setting[0]), dflax.load(folder)
+    prompts = [[5, 6, 7], [8, 9, 10, 11, 12]]
+    plain = dflax.generate(target, prompts, max_new_tokens=20, stop_token_ids=[])
+    assert dflax.speculate(target, drafter, prompts, max_new_tokens=20, stop_token_ids=[]).tokens == plain.tokens
+    again = train_drafter(recipe(setting, tmp_path / "more", steps=5, init_from=str(folder)))
+    assert dflax.load(again).config == drafter.config
+
+
+def test_cached_features_train_as_online_ones(setting, tmp_path):
+    """The cache holds bfloat16, so the weights are close, not equal; the order of rows and anchors is the same."""
+    made = [train_drafter(recipe(setting, tmp_path / f"run{i}", steps=3, features=f)) for i, f in enumerate(["", str(tmp_path / "cache")])]
+    online, cached = (params.flatten(dflax.load(folder).module) for folder in made)
+    for name in online:
+        np.testing.assert_allclose(cached[name], online[name], atol=2e-3, err_msg=name)
+    store = FeatureStore(tmp_path / "cache")
+    from_cache = train_drafter(recipe(setting, tmp_path / "run3", steps=3, data=(), features=str(tmp_path / "cache")))
+    for name, leaf in params.flatten(dflax.load(from_cache).module).items():
+        np.testing.assert_array_equal(leaf, cached[name], err_msg=name)
+    assert len(store) > 1
+
+
+def test_a_draft_vocabulary_travels_with_the_weights(setting, tmp_path):
+    folder = train_drafter(recipe(setting, tmp_path / "run", steps=3, draft_vocabulary=32))
+    drafter = dflax.load(folder)
+    assert drafter.config.draft_vocab_size == 32 and len(set(drafter.draft_ids.tolist())) == 32
+    target = dflax.load(setting[0])
+    plain = dflax.generate(target, [[5, 6, 7]], max_new_tokens=12, stop_token_ids=[])
+    assert dflax.speculate(target, drafter, [[5, 6, 7]], max_new_tokens=12, stop_token_ids=[]).tokens == plain.tokens
+
+
+@pytest.mark.parametrize("kind", ["dflash_fused", "autoregressive", "autoregressive_fused"])
+def test_other_kinds_of_drafter(setting, tmp_path, kind):
+    folder = train_drafter(recipe(setting, tmp_path / "run", steps=3, kind=kind))
+    target, drafter = dflax.load(setting[0]), dflax.load(folder)
+    assert drafter.config.kind == kind
+    plain = dflax.generate(target, [[5, 6, 7], [1, 2]], max_new_tokens=12, stop_token_ids=[])
+    assert dflax.speculate(target, drafter, [[5, 6, 7], [1, 2]], max_new_tokens=12, stop_token_ids=[]).tokens == plain.tokens
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"mask_token_id": -1}, "mask_token_id"),
+        ({"target_layer_ids": (99,)}, "target_layer_ids"),
+        ({"draft_vocabulary": 10**6}, "draft_vocabulary"),
+        ({"block_size": 1}, "block_size"),
+        ({"target": ""}, "target"),
+    ],
+)
+def test_impossible_recipes(setting, tmp_path, change, says):
+    with pytest.raises(DflaxError, match=says):
+        train_drafter(recipe(setting, tmp_path / "run", **change))

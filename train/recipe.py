@@ -1,0 +1,227 @@
+"""`dflax train drafter`: from responses of a target to a folder that `dflax.load` takes, by one frozen dataclass."""
+
+import dataclasses
+import os
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from flax import nnx
+from tqdm import tqdm
+
+from dflax import sharding
+from dflax.config import DrafterConfig, DrafterKind
+from dflax.errors import DflaxError
+from dflax.model import Model, load
+from dflax.models import params
+from dflax.models.drafter import Drafter, initial_scale
+from dflax.models.features import default_taps
+from dflax.train import data, trainer
+from dflax.train.drafter import Frozen, Objective, make_loss
+from dflax.train.features import FeatureStore, cache_features, online
+
+
+@dataclass(frozen=True)
+class DrafterRecipe:
+    """Train a drafter for a frozen target on the target's own responses. Presets in configs/ hold published settings."""
+
+    target: str = ""
+    """Folder, .gguf file, hub id or built-in name."""
+    data: tuple[str, ...] = ()
+    """Responses of the target: .jsonl(.gz) files or folders as `dflax distill` writes them, or hub datasets of conversations."""
+    features: str = ""
+    """Folder of the feature cache: target features are made once and kept there; "": made in every step. An existing cache without `data`
+    is trained on as it is."""
+    init_from: str = ""
+    """Go on from the weights of this drafter instead of fresh ones; its shape wins over the fields below."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the frozen target. The drafter trains in float32."""
+
+    block_size: int = 16
+    """Tokens in a block, the anchor included."""
+    layers: int = 5
+    taps: int = 5
+    """How many target layers are tapped, spread as published; `target_layer_ids` names them instead."""
+    target_layer_ids: tuple[int, ...] = ()
+    mask_token_id: int = -1
+    """An id of the vocabulary that text does not use. Needed unless `init_from` is given."""
+    intermediate_size: int = 0
+    """Feed-forward width; 0: the target's."""
+    draft_vocabulary: int = 0
+    """Score only this many most frequent response tokens; 0: the whole vocabulary."""
+    kind: DrafterKind = "dflash"
+
+    length: int = 3072
+    """Tokens in a packed row."""
+    rows_per_step: int = 4
+    held_out: float = 0.01
+    """Share of prompts kept for validation, by hash."""
+    soft_labels: int = 16
+    """With objective.labels = soft: how many of the target's most likely tokens make up a label."""
+    enable_thinking: bool | None = None
+    eval_prompts: int = 16
+    """Held-out prompts that are really speculated at each evaluation."""
+    eval_tokens: int = 64
+    objective: Objective = field(default_factory=Objective)
+    train: trainer.TrainConfig = field(default_factory=lambda: trainer.TrainConfig(epochs=6))
+
+    def __post_init__(self) -> None:
+        if not self.target:
+            raise DflaxError("target is empty; name the model that the drafter is for")
+        if not self.data and not self.features:
+            raise DflaxError("data is empty; name files of the target's responses (dflax distill writes them)")
+        if self.block_size < 2:
+            raise DflaxError(f"block_size is {self.block_size}; it must be at least 2 (it counts the anchor)")
+
+
+class _StoredRows:
+    """Batches from a feature cache, in the order of `data.Shuffled`."""
+
+    def __init__(self, store: FeatureStore, rows_per_step: int, seed: int):
+        self._store = store
+        self._order = data.Shuffled({"row": np.arange(len(store))}, rows_per_step, seed)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return self._order.steps_per_epoch
+
+    def batch_at(self, step: int) -> Any:
+        return self._store.rows(self._order.batch_at(step)["row"])
+
+
+def train_drafter(recipe: DrafterRecipe) -> Path:
+    """Trains, evaluates by real speculation on held-out prompts, and writes OUT/model; returns that folder.
+
+    A run that was killed goes on from its last checkpoint when called again with the same recipe.
+    """
+    mesh = sharding.make_mesh(recipe.train.mesh)
+    target = load(recipe.target, dtype=recipe.dtype, mesh=mesh if recipe.train.mesh else None)
+    if target.is_drafter:
+        raise DflaxError(f"{recipe.target} is a drafter itself; target must be the model that verifies")
+    packed, held_out = _documents(recipe, target) if recipe.data else (None, [])
+    start = load(recipe.init_from) if recipe.init_from else None
+    draft_ids = start.draft_ids if start else _draft_ids(recipe, target, packed)
+    config = start.config if start else drafter_config(recipe, target, draft_ids)
+    assert isinstance(config, DrafterConfig)
+    frozen = Frozen.make(target.module.embed_tokens.weight[...], target.module.head, draft_ids)
+    drafter = start or fresh(config, frozen, recipe.train.seed, draft_ids)
+
+    soft = recipe.soft_labels if recipe.objective.labels == "soft" else 0
+    seed, taps = recipe.train.seed, config.target_layer_ids
+    if recipe.features:
+        store = (
+            cache_features(recipe.features, target, packed, taps, soft, draft_ids)
+            if packed is not None
+            else FeatureStore(recipe.features)
+        )
+        if tuple(store.meta["taps"]) != taps or store.meta["soft"] < soft:
+            raise DflaxError(f"the cache {recipe.features} has taps {store.meta['taps']} and {store.meta['soft']} soft labels")
+        batches: trainer.Batches = _StoredRows(store, recipe.rows_per_step, seed)
+        shared: Any = frozen
+        prepare = None
+    else:
+        assert packed is not None
+        batches = data.batches(packed, recipe.rows_per_step, seed)
+        shared = (target.leaves, frozen)
+        prepare = online(target.merge, taps, soft, draft_ids)
+
+    graph = drafter.module
+    loss = make_loss(lambda leaves: params.fill(graph, leaves), config.block_size, recipe.objective, prepare)
+
+    def evaluate(leaves: Any, step: int) -> dict[str, float]:
+        return speculate_held_out(recipe, target, dataclasses.replace(drafter, module=params.fill(graph, leaves)), held_out)
+
+    trained = trainer.fit(
+        params.flatten(graph), loss, batches, recipe.train, evaluate=evaluate if held_out else None, frozen=shared,
+        mesh=mesh if recipe.train.mesh else None, identity=_identity(recipe, config),
+    )  # fmt: skip
+    folder = Path(recipe.train.out) / "model"
+    dataclasses.replace(drafter, module=params.fill(graph, trained)).save(folder)
+    return folder
+
+
+def speculate_held_out(recipe: DrafterRecipe, target: Model, drafter: Model, prompts: list[list[int]]) -> dict[str, float]:
+    """Mean acceptance length of greedy speculation, over rounds of a response and then over responses."""
+    from dflax.infer.generate import speculate
+
+    out = speculate(target, drafter, prompts, max_new_tokens=recipe.eval_tokens)
+    means = [float(np.mean(lengths)) for lengths in out.acceptance_lengths if lengths]
+    return {"acceptance_length": float(np.mean(means))} if means else {}
+
+
+def fresh(config: DrafterConfig, frozen: Frozen, seed: int, draft_ids: np.ndarray | None) -> Model:
+    """New weights, scaled so that the loss starts near ln V."""
+    module = initial_scale(Drafter(config, rngs=nnx.Rngs(seed)), frozen.head)
+    return Model(config, module, draft_ids=draft_ids)
+
+
+def drafter_config(recipe: DrafterRecipe, target: Model, draft_ids: np.ndarray | None) -> DrafterConfig:
+    """A drafter shaped like the target's own layers."""
+    t = target.config
+    taps = recipe.target_layer_ids or default_taps(t.num_layers, recipe.taps)
+    if min(taps) < 0 or max(taps) >= t.num_layers:
+        raise DflaxError(f"target_layer_ids {list(taps)} do not fit the target's {t.num_layers} layers")
+    if not 0 <= recipe.mask_token_id < t.vocab_size:
+        raise DflaxError(f"mask_token_id is {recipe.mask_token_id}; it must be an unused id of the target's {t.vocab_size}")
+    return DrafterConfig(
+        vocab_size=t.vocab_size,
+        hidden_size=t.hidden_size,
+        intermediate_size=recipe.intermediate_size or t.intermediate_size,
+        num_layers=recipe.layers,
+        num_heads=t.num_heads,
+        num_kv_heads=t.num_kv_heads,
+        head_dim=t.head_dim,
+        rms_norm_eps=t.rms_norm_eps,
+        rope=t.rope,
+        block_size=recipe.block_size,
+        mask_token_id=recipe.mask_token_id,
+        target_layer_ids=tuple(taps),
+        num_target_layers=t.num_layers,
+        max_positions=t.max_positions,
+        causal=(recipe.kind.startswith("autoregressive"),) * recipe.layers,
+        draft_vocab_size=None if draft_ids is None else len(draft_ids),
+        kind=recipe.kind,
+    )
+
+
+def _documents(recipe: DrafterRecipe, target: Model) -> tuple[data.Packed, list[list[int]]]:
+    """Packed training rows, and held-out prompts as token ids."""
+    conversations = [data.conversation(row) for source in recipe.data for row in data.read(source)]
+    train, held_out = data.split_held_out(conversations, recipe.held_out)
+    if not train:
+        raise DflaxError(f"nothing is left to train on: all {len(conversations)} conversations are held out")
+    tokenize = lambda item: data.tokenize(item, target.tokenizer, enable_thinking=recipe.enable_thinking)  # noqa: E731
+    hidden = not os.isatty(2)
+    packed = data.pack((tokenize(item) for item in tqdm(train, desc="tokenize", disable=hidden)), recipe.length)
+    prompts = []
+    for item in held_out:
+        document = tokenize(item)
+        first = int(np.argmax(document.loss_mask))
+        if 0 < first and first + recipe.eval_tokens <= target.config.max_positions:
+            prompts.append(document.tokens[:first].tolist())
+    return packed, prompts[: recipe.eval_prompts]
+
+
+def _draft_ids(recipe: DrafterRecipe, target: Model, packed: data.Packed | None) -> np.ndarray | None:
+    """The most frequent response tokens, ascending; the model's end tokens always among them. A cache keeps its own."""
+    if not recipe.draft_vocabulary:
+        return None
+    if packed is None and (ids := FeatureStore(recipe.features).scored_ids) is not None:
+        return ids
+    if recipe.draft_vocabulary > target.config.vocab_size:
+        raise DflaxError(f"draft_vocabulary {recipe.draft_vocabulary} exceeds the vocabulary of {target.config.vocab_size}")
+    tokens = FeatureStore(recipe.features).response_tokens() if packed is None else packed.tokens[packed.loss_mask]
+    counts = Counter(tokens.tolist())
+    counts.update(dict.fromkeys(target.stop_token_ids, len(tokens)))
+    chosen = [token for token, _ in sorted(counts.items(), key=lambda item: (-item[1], item[0]))]
+    chosen += [token for token in range(target.config.vocab_size) if token not in counts]
+    return np.sort(np.asarray(chosen[: recipe.draft_vocabulary], np.int32))
+
+
+def _identity(recipe: DrafterRecipe, config: DrafterConfig) -> dict[str, Any]:
+    """What fixes the result besides the trainer's own settings."""
+    free = {"train", "eval_prompts", "eval_tokens"}
+    fields = {k: v for k, v in dataclasses.asdict(recipe).items() if k not in free}
+    return {**fields, "drafter": dataclasses.asdict(config)}
