@@ -43,7 +43,9 @@ class Objective:
         if self.anchors < 1 or self.chunk < 1:
             raise DflaxError(f"anchors is {self.anchors} and chunk is {self.chunk}; both must be at least 1")
         if self.gamma < 0 or not 0 <= self.dpace_alpha <= 1:
-            raise DflaxError(f"gamma is {self.gamma} and dpace_alpha is {self.dpace_alpha}; gamma >= 0, alpha between 0 and 1")
+            raise DflaxError(
+                f"gamma is {self.gamma} and dpace_alpha is {self.dpace_alpha}; gamma >= 0, alpha between 0 and 1"
+            )
 
     def gamma_for(self, block_size: int) -> float:
         return self.gamma or PUBLISHED_GAMMA.get(block_size) or max(1.0, 0.375 * block_size + 1.0)
@@ -84,7 +86,9 @@ class Frozen:
     def make(cls, embed: Array, head: Array, draft_ids: Any = None) -> "Frozen":
         if draft_ids is None:
             return cls(embed, head)
-        index = jnp.full((embed.shape[0],), -1, jnp.int32).at[draft_ids].set(jnp.arange(len(draft_ids), dtype=jnp.int32))
+        index = (
+            jnp.full((embed.shape[0],), -1, jnp.int32).at[draft_ids].set(jnp.arange(len(draft_ids), dtype=jnp.int32))
+        )
         return cls(embed, head[draft_ids], index)
 
     def row(self, ids: Int[Array, "..."]) -> Int[Array, "..."]:
@@ -164,7 +168,9 @@ def decay_weights(block_size: int, gamma: float) -> Float[Array, " k"]:
     return jnp.exp(-jnp.arange(block_size - 1, dtype=jnp.float32) / gamma)
 
 
-def dpace_weights(cross_entropy: Float[Array, "B N k"], trained: Bool[Array, "B N k"], alpha: float, kind: str) -> Float[Array, "B N k"]:
+def dpace_weights(
+    cross_entropy: Float[Array, "B N k"], trained: Bool[Array, "B N k"], alpha: float, kind: str
+) -> Float[Array, "B N k"]:
     """D-PACE (arXiv 2605.18810): how much a slot matters for the expected accepted length, from the drafter's own probabilities.
 
     p~ = (1 - alpha) p + alpha; prefix products c_j = p~_1 ... p~_j. "full": sum of c_m over m >= j (the gradient of the expected length
@@ -233,7 +239,12 @@ def objective(
 
 
 def frozen_head_loss(
-    logits_of: Any, hidden: Float[Array, "R E"], head: Float[Array, "V E"], ids: Int[Array, "R k"], shares: Float[Array, "R k"], chunk: int
+    logits_of: Any,
+    hidden: Float[Array, "R E"],
+    head: Float[Array, "V E"],
+    ids: Int[Array, "R k"],
+    shares: Float[Array, "R k"],
+    chunk: int,
 ) -> tuple[Float[Array, " R"], Int[Array, " R"]]:
     """Cross entropy of every row against sum_i shares_i * onehot(ids_i), and the argmax; [R, V] logits exist a chunk at a time.
 
@@ -250,7 +261,9 @@ def frozen_head_loss(
     def loss_of(h, head, ids, shares):
         logits = logits_of(h, head)
         chosen = jnp.take_along_axis(logits, ids, axis=-1)
-        return jax.nn.logsumexp(logits, axis=-1) * shares.sum(-1) - (chosen * shares).sum(-1), logits.argmax(-1).astype(jnp.int32)
+        return jax.nn.logsumexp(logits, axis=-1) * shares.sum(-1) - (chosen * shares).sum(-1), logits.argmax(-1).astype(
+            jnp.int32
+        )
 
     def join(x):
         return x.reshape(-1, *x.shape[2:])[:R]
@@ -288,4 +301,3 @@ def make_loss(merge: Any, block_size: int, config: Objective, prepare: Any = Non
         return objective(merge(params), shared, rows, anchors, keep, block_size, config)
 
     return loss
-

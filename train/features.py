@@ -48,7 +48,7 @@ def target_rows(
 
 
 def _most_likely(hidden: Float[Array, "B S E"], head: Float[Array, "V E"], k: int) -> tuple[Array, Array]:
-    """The k best tokens AT each position (scored by the state before it) and their float32 log-probabilities; position 0 repeats 0's own."""
+    """The k best tokens AT each position (scored by the state before) and their float32 log-probabilities; position 0 repeats its own."""
     B, S, E = hidden.shape
     before = jnp.concatenate([hidden[:, :1], hidden[:, :-1]], axis=1).reshape(B * S, E)
     chunk = min(HEAD_CHUNK, B * S)
@@ -91,7 +91,9 @@ class FeatureStore:
             raise DflaxError(f"{self.folder} is no feature cache (meta.json or progress.json is missing)")
         self.meta = meta
         if done["rows"] != meta["rows"]:
-            raise DflaxError(f"the feature cache {self.folder} is unfinished: {done['rows']} of {meta['rows']} rows; run the same command again")
+            raise DflaxError(
+                f"the feature cache {self.folder} is unfinished: {done['rows']} of {meta['rows']} rows; run the same command again"
+            )
         self._arrays = {name: _map(self.folder, meta, name, "r") for name in _layout(meta)}
 
     def __len__(self) -> int:
@@ -159,7 +161,7 @@ def cache_features(
 
 def _fill(folder, meta, target, packed, taps, soft, head_ids, batch, done) -> None:
     arrays = {name: _map(folder, meta, name, "r+") for name in _layout(meta)}
-    R, S = packed.tokens.shape
+    R = len(packed.tokens)
     ids = None if head_ids is None else jnp.asarray(head_ids)
     head = None if ids is None else target.module.head[ids]
 
@@ -167,7 +169,9 @@ def _fill(folder, meta, target, packed, taps, soft, head_ids, batch, done) -> No
     def run(leaves, head, tokens, loss_mask, ctx_start):
         return target_rows(target.merge(leaves), tokens, loss_mask, ctx_start, taps, soft, head, ids)
 
-    for start in tqdm(range(done, R, batch), initial=done // batch, total=-(-R // batch), unit="batch", desc="features"):
+    for start in tqdm(
+        range(done, R, batch), initial=done // batch, total=-(-R // batch), unit="batch", desc="features"
+    ):
         index = np.minimum(np.arange(start, start + batch), R - 1)
         made = run(target.leaves, head, packed.tokens[index], packed.loss_mask[index], packed.ctx_start[index])
         live = min(batch, R - start)
@@ -208,7 +212,9 @@ def _map(folder: Path, meta: dict[str, Any], name: str, mode: str) -> np.ndarray
         with path.open("ab") as file:
             file.truncate(size)
     if not path.exists() or path.stat().st_size != size:
-        raise DflaxError(f"{path} of the feature cache is missing or has the wrong size; delete the folder and run again")
+        raise DflaxError(
+            f"{path} of the feature cache is missing or has the wrong size; delete the folder and run again"
+        )
     return np.memmap(path, dtype, mode, shape=shape)
 
 

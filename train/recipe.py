@@ -117,7 +117,9 @@ def train_drafter(recipe: DrafterRecipe) -> Path:
             else FeatureStore(recipe.features)
         )
         if tuple(store.meta["taps"]) != taps or store.meta["soft"] < soft:
-            raise DflaxError(f"the cache {recipe.features} has taps {store.meta['taps']} and {store.meta['soft']} soft labels")
+            raise DflaxError(
+                f"the cache {recipe.features} has taps {store.meta['taps']} and {store.meta['soft']} soft labels"
+            )
         batches: trainer.Batches = _StoredRows(store, recipe.rows_per_step, seed)
         shared: Any = frozen
         prepare = None
@@ -131,7 +133,9 @@ def train_drafter(recipe: DrafterRecipe) -> Path:
     loss = make_loss(lambda leaves: params.fill(graph, leaves), config.block_size, recipe.objective, prepare)
 
     def evaluate(leaves: Any, step: int) -> dict[str, float]:
-        return speculate_held_out(recipe, target, dataclasses.replace(drafter, module=params.fill(graph, leaves)), held_out)
+        return speculate_held_out(
+            recipe, target, dataclasses.replace(drafter, module=params.fill(graph, leaves)), held_out
+        )
 
     trained = trainer.fit(
         params.flatten(graph), loss, batches, recipe.train, evaluate=evaluate if held_out else None, frozen=shared,
@@ -142,7 +146,9 @@ def train_drafter(recipe: DrafterRecipe) -> Path:
     return folder
 
 
-def speculate_held_out(recipe: DrafterRecipe, target: Model, drafter: Model, prompts: list[list[int]]) -> dict[str, float]:
+def speculate_held_out(
+    recipe: DrafterRecipe, target: Model, drafter: Model, prompts: list[list[int]]
+) -> dict[str, float]:
     """Mean acceptance length of greedy speculation, over rounds of a response and then over responses."""
     from dflax.infer.generate import speculate
 
@@ -164,7 +170,9 @@ def drafter_config(recipe: DrafterRecipe, target: Model, draft_ids: np.ndarray |
     if min(taps) < 0 or max(taps) >= t.num_layers:
         raise DflaxError(f"target_layer_ids {list(taps)} do not fit the target's {t.num_layers} layers")
     if not 0 <= recipe.mask_token_id < t.vocab_size:
-        raise DflaxError(f"mask_token_id is {recipe.mask_token_id}; it must be an unused id of the target's {t.vocab_size}")
+        raise DflaxError(
+            f"mask_token_id is {recipe.mask_token_id}; it must be an unused id of the target's {t.vocab_size}"
+        )
     return DrafterConfig(
         vocab_size=t.vocab_size,
         hidden_size=t.hidden_size,
@@ -199,7 +207,7 @@ def _documents(recipe: DrafterRecipe, target: Model) -> tuple[data.Packed, list[
     for item in held_out:
         document = tokenize(item)
         first = int(np.argmax(document.loss_mask))
-        if 0 < first and first + recipe.eval_tokens <= target.config.max_positions:
+        if first > 0 and first + recipe.eval_tokens <= target.config.max_positions:
             prompts.append(document.tokens[:first].tolist())
     return packed, prompts[: recipe.eval_prompts]
 
@@ -211,7 +219,9 @@ def _draft_ids(recipe: DrafterRecipe, target: Model, packed: data.Packed | None)
     if packed is None and (ids := FeatureStore(recipe.features).scored_ids) is not None:
         return ids
     if recipe.draft_vocabulary > target.config.vocab_size:
-        raise DflaxError(f"draft_vocabulary {recipe.draft_vocabulary} exceeds the vocabulary of {target.config.vocab_size}")
+        raise DflaxError(
+            f"draft_vocabulary {recipe.draft_vocabulary} exceeds the vocabulary of {target.config.vocab_size}"
+        )
     tokens = FeatureStore(recipe.features).response_tokens() if packed is None else packed.tokens[packed.loss_mask]
     counts = Counter(tokens.tolist())
     counts.update(dict.fromkeys(target.stop_token_ids, len(tokens)))

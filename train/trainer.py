@@ -63,7 +63,7 @@ class TrainConfig:
     warmup_fraction: float = 0.04
     final_fraction: float = 0.0
     optimizer: Literal["adamw", "muon"] = "adamw"
-    """"muon": matrices follow Muon with updates of AdamW's size (arXiv 2502.16982), so that its learning rates carry over; the rest AdamW."""
+    """"muon": matrices follow Muon with updates of AdamW's size (arXiv 2502.16982), so its learning rates carry over; the rest AdamW."""
     weight_decay: float = 0.0
     """On arrays of two axes and more: norms and biases are spared."""
     b1: float = 0.9

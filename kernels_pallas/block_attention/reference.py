@@ -16,7 +16,9 @@ def attend(
     Hkv = k_blk.shape[3]
     G = Hq // Hkv
     S = k_ctx.shape[3]
-    k_ctx, v_ctx = (c[layer] if isinstance(layer, int) else jax.lax.dynamic_index_in_dim(c, layer, 0, False) for c in (k_ctx, v_ctx))
+    k_ctx, v_ctx = (
+        c[layer] if isinstance(layer, int) else jax.lax.dynamic_index_in_dim(c, layer, 0, False) for c in (k_ctx, v_ctx)
+    )
 
     q_ = (q * scale).reshape(B, N, T, Hkv, G, D)
     context = jnp.einsum("bnthgd,bhsd->bhgnts", q_, k_ctx, preferred_element_type=jnp.float32)

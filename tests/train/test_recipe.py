@@ -32,10 +32,11 @@ def setting(tmp_path_factory):
 def recipe(setting, out, steps=30, **changes):
     target, path = setting
     train = TrainConfig(steps=steps, learning_rate=3e-3, log_every=5, checkpoint_every=10, out=str(out))
-    fields = dict(
-        target=str(target), data=(str(path),), block_size=4, layers=1, taps=2, mask_token_id=0, length=64, rows_per_step=2,
-        held_out=0.2, eval_prompts=3, eval_tokens=16, soft_labels=4, train=train, objective=Objective(anchors=8, labels="soft", chunk=4),
-    )  # fmt: skip
+    fields = {
+        "target": str(target), "data": (str(path),), "block_size": 4, "layers": 1, "taps": 2, "mask_token_id": 0, "length": 64,
+        "rows_per_step": 2, "held_out": 0.2, "eval_prompts": 3, "eval_tokens": 16, "soft_labels": 4, "train": train,
+        "objective": Objective(anchors=8, labels="soft", chunk=4),
+    }  # fmt: skip
     return DrafterRecipe(**(fields | changes))
 
 
@@ -44,7 +45,9 @@ def test_learns_and_is_lossless(setting, tmp_path):
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     losses = [line["loss"] for line in lines if "loss" in line]
     assert losses[-1] < 0.8 * losses[0]
-    assert 1 <= next(line["eval/acceptance_length"] for line in reversed(lines) if "eval/acceptance_length" in line) <= 4
+    assert (
+        1 <= next(line["eval/acceptance_length"] for line in reversed(lines) if "eval/acceptance_length" in line) <= 4
+    )
     target, drafter = dflax.load(setting[0]), dflax.load(folder)
     prompts = [[5, 6, 7], [8, 9, 10, 11, 12]]
     plain = dflax.generate(target, prompts, max_new_tokens=20, stop_token_ids=[])
@@ -55,7 +58,10 @@ def test_learns_and_is_lossless(setting, tmp_path):
 
 def test_cached_features_train_as_online_ones(setting, tmp_path):
     """The cache holds bfloat16, so the weights are close, not equal; the order of rows and anchors is the same."""
-    made = [train_drafter(recipe(setting, tmp_path / f"run{i}", steps=3, features=f)) for i, f in enumerate(["", str(tmp_path / "cache")])]
+    made = [
+        train_drafter(recipe(setting, tmp_path / f"run{i}", steps=3, features=f))
+        for i, f in enumerate(["", str(tmp_path / "cache")])
+    ]
     online, cached = (params.flatten(dflax.load(folder).module) for folder in made)
     for name in online:
         np.testing.assert_allclose(cached[name], online[name], atol=2e-3, err_msg=name)
@@ -69,7 +75,8 @@ def test_cached_features_train_as_online_ones(setting, tmp_path):
 def test_a_draft_vocabulary_travels_with_the_weights(setting, tmp_path):
     folder = train_drafter(recipe(setting, tmp_path / "run", steps=3, draft_vocabulary=32))
     drafter = dflax.load(folder)
-    assert drafter.config.draft_vocab_size == 32 and len(set(drafter.draft_ids.tolist())) == 32
+    assert drafter.config.draft_vocab_size == 32
+    assert len(set(drafter.draft_ids.tolist())) == 32
     target = dflax.load(setting[0])
     plain = dflax.generate(target, [[5, 6, 7]], max_new_tokens=12, stop_token_ids=[])
     assert dflax.speculate(target, drafter, [[5, 6, 7]], max_new_tokens=12, stop_token_ids=[]).tokens == plain.tokens
@@ -81,7 +88,10 @@ def test_other_kinds_of_drafter(setting, tmp_path, kind):
     target, drafter = dflax.load(setting[0]), dflax.load(folder)
     assert drafter.config.kind == kind
     plain = dflax.generate(target, [[5, 6, 7], [1, 2]], max_new_tokens=12, stop_token_ids=[])
-    assert dflax.speculate(target, drafter, [[5, 6, 7], [1, 2]], max_new_tokens=12, stop_token_ids=[]).tokens == plain.tokens
+    assert (
+        dflax.speculate(target, drafter, [[5, 6, 7], [1, 2]], max_new_tokens=12, stop_token_ids=[]).tokens
+        == plain.tokens
+    )
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,9 @@ class Decoder(nnx.Module):
         ctx_start hides the cache's columns before it.
         """
         kept: list[tuple[Array, Array]] = []
-        x, tap = self._run(tokens, cache, taps, None, ctx_start, lambda cache, layer, k, v: (kept.append((k, v)), cache)[1])[:2]
+        x, tap = self._run(
+            tokens, cache, taps, None, ctx_start, lambda cache, layer, k, v: (kept.append((k, v)), cache)[1]
+        )[:2]
         k, v = (jnp.stack(rows) for rows in zip(*kept, strict=True))
         return Block(self.norm(x), tap, k, v)
 
@@ -126,7 +128,9 @@ class Decoder(nnx.Module):
         """
         column = jnp.arange(tokens.shape[1], dtype=jnp.int32)
         mask = (column[:, None] >= column) & (column >= ctx_start[..., None])
-        x, tap = self._run(tokens, self.empty_cache(tokens), taps, None, None, lambda cache, *_: cache, mask=mask[:, None])[:2]
+        x, tap = self._run(
+            tokens, self.empty_cache(tokens), taps, None, None, lambda cache, *_: cache, mask=mask[:, None]
+        )[:2]
         return Block(self.norm(x), tap, None, None)
 
     def empty_cache(self, tokens: Int[Array, "B T"]) -> KVCache:

@@ -61,7 +61,11 @@ class Drafter(nnx.Module):
         return self.hidden_norm(self.fc(features))
 
     def context(
-        self, embedded: Float[Array, "B T E"], fused: Float[Array, "B T E"], cache: KVCache, ctx_start: Int[Array, "B T"] | None = None
+        self,
+        embedded: Float[Array, "B T E"],
+        fused: Float[Array, "B T E"],
+        cache: KVCache,
+        ctx_start: Int[Array, "B T"] | None = None,
     ) -> tuple[Float[Array, "L B T Hkv D"], Float[Array, "L B T Hkv D"]]:
         """Context keys and values of T tokens that follow the cache, for every layer; write them with `KVCache.commit`.
 
@@ -76,7 +80,9 @@ class Drafter(nnx.Module):
         else:
             mask = "causal"
             if ctx_start is not None:
-                mask = ((positions[:, :, None] >= positions[:, None]) & (positions[:, None] >= ctx_start[..., None]))[:, None]
+                mask = ((positions[:, :, None] >= positions[:, None]) & (positions[:, None] >= ctx_start[..., None]))[
+                    :, None
+                ]
             x = self.input_proj(jnp.concatenate([embedded * config.input_embedding_scale, fused], axis=-1))
             rows = self._run(x[:, None], cache, cache.length[:, None], positions[:, None], None, lambda i: mask)[1]
             rows = [(k[:, 0], v[:, 0]) for k, v in rows]

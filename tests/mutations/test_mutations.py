@@ -1,0 +1,123 @@
+"""The tests can fail: each named fault is put into the running code, and a named test must then turn red.
+
+A fault is a change of the source text of one function, compiled in its own module and put in its place while the test runs.
+"""
+
+import importlib
+import inspect
+import textwrap
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import jax
+import pytest
+
+from dflax.infer import speculative
+
+
+@dataclass(frozen=True)
+class Fault:
+    """In `module`, function `name` ("Class.method" too), the text `old` (exactly once) becomes `new`; `test` must notice."""
+
+    module: str
+    name: str
+    old: str
+    new: str
+    test: str
+    arguments: tuple[Any, ...] = ()
+
+
+REFERENCE = "dflax.kernels_pallas.block_attention.reference"
+FAULTS = {
+    "an anchor sees its own feature": Fault(
+        REFERENCE, "visible", "(column < ctx_len[..., None])", "(column <= ctx_len[..., None])",
+        "tests.models.test_drafter:test_what_stands_at_or_after_the_anchor_changes_nothing",
+    ),
+    "the window is one token wider": Fault(
+        REFERENCE, "visible", "context = live[:, :, None] & (distance < window)", "context = live[:, :, None] & (distance <= window)",
+        "tests.models.test_drafter:test_sliding_layers", ("noncausal",),
+    ),
+    "the hidden part of the block is not masked": Fault(
+        REFERENCE, "visible", "block &= slot[:, None] >= slot", "pass",
+        "tests.models.test_decoder:test_logits_and_layer_outputs", ("target_qwen3",),
+    ),
+    "labels are shifted by one": Fault(
+        "dflax.train.drafter", "supervision", "anchors[..., None] + slot", "anchors[..., None] + slot - 1",
+        "tests.train.test_drafter:test_labels_and_supervision",
+    ),
+    "a block learns from the next document": Fault(
+        "dflax.train.drafter", "supervision", "& same & take(rows.loss_mask)", "& take(rows.loss_mask)",
+        "tests.train.test_drafter:test_a_block_never_learns_from_the_next_document",
+    ),
+    "the residual is left out of rejection": Fault(
+        "dflax.infer.accept", "reject", "jnp.exp(target) - jnp.exp(drafted)", "jnp.exp(target)",
+        "tests.infer.test_accept:test_recorded_rejections", (5,),
+    ),
+    "a stale column of the cache becomes visible": Fault(
+        "dflax.cache", "KVCache.commit", ".advance(n)", ".advance(n + 1)",
+        "tests.models.test_decoder:test_prefill_in_chunks_then_one_token_at_a_time", ("target_qwen3",),
+    ),
+    "the wrong layer is tapped": Fault(
+        "dflax.models.features", "FeatureTap.__call__", "self._kept[layer] = x", "self._kept[layer] = self._kept.get(layer - 1, x)",
+        "tests.models.test_decoder:test_logits_and_layer_outputs", ("target_llama",),
+    ),
+    "context keys are rotated one position too far": Fault(
+        "dflax.models.drafter", "Drafter.context", "positions = cache.length[:, None] +", "positions = cache.length[:, None] + 1 +",
+        "tests.models.test_drafter:test_three_rounds",
+    ),
+    "the low frequencies of llama3 scaling are not rescaled": Fault(
+        "dflax.models.layers", "rope_frequencies", "(1 - smooth) * inverse / config.factor", "(1 - smooth) * inverse",
+        "tests.models.test_decoder:test_logits_and_layer_outputs", ("target_llama",),
+    ),
+    "the context is normed by the layer": Fault(
+        "dflax.models.drafter", "Drafter.fuse", "self.hidden_norm(self.fc(features))", "self.fc(features)",
+        "tests.models.test_drafter:test_three_rounds",
+    ),
+    "kept router probabilities are not renormalised": Fault(
+        "dflax.models.moe", "MoE.__call__", "weights /= weights.sum(-1, keepdims=True)", "pass",
+        "tests.models.test_decoder:test_logits_and_layer_outputs", ("target_qwen3_moe",),
+    ),
+}  # fmt: skip
+
+
+def forget_programs() -> None:
+    """Compiled programs hold the code that they were traced from."""
+    speculative.program.cache_clear()
+    jax.clear_caches()
+
+
+def mutated(fault: Fault, holder: Any, name: str) -> Any:
+    original = inspect.unwrap(inspect.getattr_static(holder, name))
+    source = textwrap.dedent(inspect.getsource(original))
+    assert source.count(fault.old) == 1, f"{fault.module}.{fault.name} no longer holds {fault.old!r} once"
+    module: ModuleType = importlib.import_module(fault.module)
+    scope = dict(vars(module))
+    exec(
+        compile("from __future__ import annotations\n" + source.replace(fault.old, fault.new), fault.name, "exec"),
+        scope,
+    )
+    return scope[name]
+
+
+def named_test(fault: Fault) -> Any:
+    module, name = fault.test.split(":")
+    return getattr(importlib.import_module(module), name)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_turns_its_test_red(name, monkeypatch):
+    fault = FAULTS[name]
+    holder: Any = importlib.import_module(fault.module)
+    *outer, last = fault.name.split(".")
+    for part in outer:
+        holder = getattr(holder, part)
+    test = named_test(fault)
+    forget_programs()
+    test(*fault.arguments)
+    monkeypatch.setattr(holder, last, mutated(fault, holder, last))
+    forget_programs()
+    with pytest.raises(AssertionError):
+        test(*fault.arguments)
+    monkeypatch.undo()
+    forget_programs()
