@@ -345,9 +345,15 @@ def _abstract_state(params, optimizer, mesh, axes, say) -> TrainState:
     for line in report:
         say(f"mesh: {line}")
     whole = NamedSharding(mesh, PartitionSpec())
-    opt_shardings = optax.tree_utils.tree_map_params(
-        optimizer, lambda _, own: own, abstract.opt_state, shardings, transform_non_params=lambda _: whole
-    )
+    leaves = jax.tree_util.tree_leaves_with_path(abstract.params)
+    own_by_path = {(path, leaf.shape): own for (path, leaf), own in zip(leaves, jax.tree.leaves(shardings), strict=True)}
+
+    def beside(path, leaf):
+        """A moment is stored under its parameter's path, behind the optimizer's own keys."""
+        tails = (tuple(path[i:]) for i in range(len(path)))
+        return next((own_by_path[tail, leaf.shape] for tail in tails if (tail, leaf.shape) in own_by_path), whole)
+
+    opt_shardings = jax.tree_util.tree_map_with_path(beside, abstract.opt_state)
     return jax.tree.map(
         lambda leaf, own: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=own),
         abstract,

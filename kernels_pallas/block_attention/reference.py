@@ -20,22 +20,26 @@ def attend(
         c[layer] if isinstance(layer, int) else jax.lax.dynamic_index_in_dim(c, layer, 0, False) for c in (k_ctx, v_ctx)
     )
 
-    q_ = (q * scale).reshape(B, N, T, Hkv, G, D)
-    context = jnp.einsum("bnthgd,bhsd->bhgnts", q_, k_ctx, preferred_element_type=jnp.float32)
-    block = jnp.einsum("bnthgd,bnuhd->bhgntu", q_, k_blk, preferred_element_type=jnp.float32)
+    # Head groups before rows: all queries of a kv head are then the rows of one matrix product with its context.
+    q_ = (q * scale).reshape(B, N, T, Hkv, G, D).transpose(0, 3, 4, 1, 2, 5)
+    k_blk, v_blk = (x.transpose(0, 3, 1, 2, 4) for x in (k_blk, v_blk))
+    context = jnp.einsum("bhrd,bhsd->bhrs", q_.reshape(B, Hkv, G * N * T, D), k_ctx, preferred_element_type=jnp.float32)
+    context = context.reshape(B, Hkv, G, N, T, S)
+    block = jnp.einsum("bhgntd,bhnud->bhgntu", q_, k_blk, preferred_element_type=jnp.float32)
     if soft_cap is not None:
         context, block = (soft_cap * jnp.tanh(x / soft_cap) for x in (context, block))
 
     sees_context, sees_block = visible(S, ctx_start, ctx_len, q_pos, mask, hole, blk_len, window)
-    context = jnp.where(sees_context[:, None, None], context, NEGATIVE)
-    block = jnp.where(sees_block[:, None, None], block, NEGATIVE)
+    context += jnp.where(sees_context, 0.0, NEGATIVE)[:, None, None]
+    block += jnp.where(sees_block, 0.0, NEGATIVE)[:, None, None]
 
     top = jnp.maximum(jnp.maximum(context.max(-1, initial=FLOOR), block.max(-1)), FLOOR)
     top = jax.lax.stop_gradient(top)[..., None]
     p_context, p_block = jnp.exp(context - top), jnp.exp(block - top)
     total = p_context.sum(-1) + p_block.sum(-1)
-    out = jnp.einsum("bhgnts,bhsd->bhgntd", p_context.astype(q.dtype), v_ctx, preferred_element_type=jnp.float32)
-    out += jnp.einsum("bhgntu,bnuhd->bhgntd", p_block.astype(q.dtype), v_blk, preferred_element_type=jnp.float32)
+    rows = p_context.astype(q.dtype).reshape(B, Hkv, G * N * T, S)
+    out = jnp.einsum("bhrs,bhsd->bhrd", rows, v_ctx, preferred_element_type=jnp.float32).reshape(q_.shape)
+    out += jnp.einsum("bhgntu,bhnud->bhgntd", p_block.astype(q.dtype), v_blk, preferred_element_type=jnp.float32)
     out = out / jnp.where(total == 0, 1.0, total)[..., None]
     return out.transpose(0, 3, 4, 1, 2, 5).reshape(B, N, T, Hq, D).astype(q.dtype)
 
