@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from dflax.cache import KVCache
@@ -61,12 +62,12 @@ class Rows:
     position given what stands before it, or None with hard labels.
     """
 
-    tokens: Int[Array, "B S"]
-    loss_mask: Bool[Array, "B S"]
-    ctx_start: Int[Array, "B S"]
-    features: Float[Array, "B S ME"]
-    soft_ids: Int[Array, "B S k"] | None = None
-    soft_logprobs: Float[Array, "B S k"] | None = None
+    tokens: Int[Array | np.ndarray, "B S"]
+    loss_mask: Bool[Array | np.ndarray, "B S"]
+    ctx_start: Int[Array | np.ndarray, "B S"]
+    features: Float[Array | np.ndarray, "B S ME"]
+    soft_ids: Int[Array | np.ndarray, "B S k"] | None = None
+    soft_logprobs: Float[Array | np.ndarray, "B S k"] | None = None
 
 
 @jax.tree_util.register_dataclass

@@ -159,7 +159,7 @@ def speculate_held_out(
 
 def fresh(config: DrafterConfig, frozen: Frozen, seed: int, draft_ids: np.ndarray | None) -> Model:
     """New weights, scaled so that the loss starts near ln V."""
-    module = initial_scale(Drafter(config, rngs=nnx.Rngs(seed)), frozen.head)
+    module = initial_scale(Drafter(config, rngs=nnx.Rngs(seed)), frozen.embed, frozen.head)
     return Model(config, module, draft_ids=draft_ids)
 
 

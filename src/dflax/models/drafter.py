@@ -144,8 +144,14 @@ def greedy_block(tokens: Int[Array, "B N"], mask_token_id: int, block_size: int)
     return jnp.concatenate([tokens[..., None], masks], axis=-1)
 
 
-def initial_scale(drafter: Drafter, head: jax.Array, std: float = 1.0) -> Drafter:
-    """Scales the final norm so that fresh logits have this standard deviation: training starts near ln V, not far above it."""
-    rms = jnp.sqrt(jnp.mean(jnp.sum(jnp.square(head.astype(jnp.float32)), axis=-1)))
-    drafter.norm.weight[...] = jnp.full_like(drafter.norm.weight[...], std / rms)
+def initial_scale(drafter: Drafter, embed: Float[Array, "V E"], head: Float[Array, "Vd E"], std: float = 1.0) -> Drafter:
+    """Scales the final norm so that fresh logits have about this standard deviation: training starts near ln V, not far above it.
+
+    A fresh drafter hardly moves the mask's embedding, which a tied head scores far from evenly: that state sets the scale.
+    """
+    mask = embed[drafter.config.mask_token_id].astype(jnp.float32)
+    state = mask * jax.lax.rsqrt(jnp.mean(mask * mask) + drafter.config.rms_norm_eps)
+    logits = drafter.logits(state[None], head.astype(jnp.float32))
+    scale = std / jnp.sqrt(jnp.mean(jnp.square(logits)))
+    drafter.norm.weight[...] = jnp.full_like(drafter.norm.weight[...], scale)
     return drafter
