@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -193,7 +192,7 @@ def train_language(recipe: LanguageRecipe) -> Path:
         evaluate=evaluate if recipe.eval_problems else None, identity=identity(recipe),
     )  # fmt: skip
     folder = Path(recipe.train.out) / "model"
-    dataclasses.replace(model, module=params.fill(graph, jax.device_get(trained))).save(folder)
+    dataclasses.replace(model, module=params.fill(graph, trained)).save(folder)
     return folder
 
 
