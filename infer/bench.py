@@ -185,7 +185,7 @@ def _check(config: BenchConfig) -> None:
 
 def _prompts(config: BenchConfig, target: Model) -> list[Prompt]:
     options: dict[str, Any] = {"limit": config.limit, "enable_thinking": config.enable_thinking}
-    named = [(name, None) for name in config.sets]
+    named: list[tuple[str, str | None]] = [(name, None) for name in config.sets]
     for entry in config.data:
         name, equals, path = entry.partition("=")
         if not equals:

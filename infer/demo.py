@@ -151,4 +151,4 @@ def compare(
             seconds[i] += outputs[i].stats.decode_seconds
             decoded[i] += len(outputs[i].tokens[0]) - 1  # the first token is the prefill's
     speeds = [n / s if s else 0.0 for n, s in zip(decoded, seconds, strict=True)]
-    return Comparison(*outputs, *speeds)
+    return Comparison(outputs[0], outputs[1], speeds[0], speeds[1])

@@ -60,14 +60,14 @@ def draft(
     anchor = _anchors(state)
     if drafter is None or block_size == 1:
         return jnp.zeros((anchor.shape[0], 0), jnp.int32), None
+    context = state.draft_cache
+    assert context is not None
     head = target.head if vocabulary is None else vocabulary.head
     last = state.last_fused if state.last_fused is not None else jnp.zeros((anchor.shape[0], head.shape[1]), head.dtype)
 
     def score(ids: Int32[Array, "B T"]) -> Float[Array, "B drafts E"]:
         embedded = target.embed_tokens(ids)[:, None]
-        return drafter.predictions(drafter.block(embedded, last[:, None], state.draft_cache, state.cursor[:, None]))[
-            :, 0
-        ]
+        return drafter.predictions(drafter.block(embedded, last[:, None], context, state.cursor[:, None]))[:, 0]
 
     def pick(logits: Float[Array, "B T V"], position: Int32[Array, "B T"]) -> Int32[Array, "B T"]:
         best = (
@@ -101,6 +101,8 @@ def decode_round(pair: Pair, state: LoopState, params: SamplingParams, block_siz
     ids = jnp.concatenate([_anchors(state), drafts], axis=1)
     taps = () if pair.drafter is None else pair.drafter.config.target_layer_ids
     block = pair.target.read(ids, state.cache, taps=taps)
+    assert block.k is not None
+    assert block.v is not None
     logits = pair.target.logits(block.hidden)
     position = state.cursor[:, None] + jnp.arange(1, block_size + 1, dtype=jnp.int32)
     if draft_logprobs is None:
@@ -112,7 +114,7 @@ def decode_round(pair: Pair, state: LoopState, params: SamplingParams, block_siz
 
     n, done = cut(state, accepted, params)
     state = write_tokens(state, accepted, n, done)
-    if pair.drafter is not None:
+    if block.features is not None:
         state = commit_context(pair, state, jnp.take_along_axis(ids, accepted.path, axis=1),
                                jnp.take_along_axis(block.features, accepted.path[..., None], axis=1), n)  # fmt: skip
     return replace(state, cache=state.cache.commit(block.k, block.v, accepted.path, n))
@@ -149,6 +151,8 @@ def commit_context(
 ) -> LoopState:
     """The drafter's keys and values of the first n of these tokens, from the target's features of them, behind its cache."""
     drafter, cache = pair.drafter, state.draft_cache
+    assert drafter is not None
+    assert cache is not None
     fused = drafter.fuse(features)
     k, v = drafter.context(pair.target.embed_tokens(ids), fused, cache)
     path = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape)
@@ -180,7 +184,7 @@ def prefill_chunk(
     taps = () if pair.drafter is None else pair.drafter.config.target_layer_ids
     block, cache = pair.target.write(ids, state.cache, n, taps=taps)
     state = replace(state, cache=cache)
-    if pair.drafter is not None:
+    if block.features is not None:
         state = commit_context(pair, state, ids, block.features, n)
     return state, _last_live(block.hidden, n, hidden)
 

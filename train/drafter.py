@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from dflax.cache import KVCache
@@ -59,15 +58,15 @@ class Rows:
 
     tokens [B, S] int32; loss_mask [B, S] bool: tokens of responses; ctx_start [B, S] int32: first column of the token's document;
     features [B, S, M * E]: the tapped layers of the target; soft_ids, soft_logprobs [B, S, k]: the target's k most likely tokens AT a
-    position given what stands before it, or None with hard labels.
+    position given what stands before it, or None with hard labels. Arrays of JAX, or numpy where they come from a cache.
     """
 
-    tokens: Int[Array | np.ndarray, "B S"]
-    loss_mask: Bool[Array | np.ndarray, "B S"]
-    ctx_start: Int[Array | np.ndarray, "B S"]
-    features: Float[Array | np.ndarray, "B S ME"]
-    soft_ids: Int[Array | np.ndarray, "B S k"] | None = None
-    soft_logprobs: Float[Array | np.ndarray, "B S k"] | None = None
+    tokens: Int[Any, "B S"]
+    loss_mask: Bool[Any, "B S"]
+    ctx_start: Int[Any, "B S"]
+    features: Float[Any, "B S ME"]
+    soft_ids: Int[Any, "B S k"] | None = None
+    soft_logprobs: Float[Any, "B S k"] | None = None
 
 
 @jax.tree_util.register_dataclass

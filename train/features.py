@@ -8,7 +8,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -204,7 +204,7 @@ def _layout(meta: dict[str, Any]) -> dict[str, tuple[tuple[int, ...], Any]]:
     return layout
 
 
-def _map(folder: Path, meta: dict[str, Any], name: str, mode: str) -> np.ndarray:
+def _map(folder: Path, meta: dict[str, Any], name: str, mode: Literal["r", "r+"]) -> np.memmap:
     shape, dtype = _layout(meta)[name]
     path = folder / f"{name}.bin"
     size = int(np.prod(shape)) * np.dtype(dtype).itemsize
@@ -215,7 +215,7 @@ def _map(folder: Path, meta: dict[str, Any], name: str, mode: str) -> np.ndarray
         raise DflaxError(
             f"{path} of the feature cache is missing or has the wrong size; delete the folder and run again"
         )
-    return np.memmap(path, dtype, mode, shape=shape)
+    return np.memmap(path, np.dtype(dtype), mode, shape=shape)
 
 
 def _json(path: Path) -> dict[str, Any] | None:

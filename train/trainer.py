@@ -15,7 +15,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -301,7 +301,7 @@ class _Run:
         """Write the mean of the steps since the last line; returns the mean loss."""
         rows, self.waiting = self.waiting, []
         line = {name: float(np.mean([row[name] for row in rows])) for name in rows[0] if name != "tokens"}
-        line["learning_rate"] = float(self.schedule(self.step - 1))
+        line["learning_rate"] = float(np.asarray(self.schedule(self.step - 1)))
         line["epoch"] = self.step / self.batches.steps_per_epoch
         logged_step, logged_seconds = self.logged_at
         took = max(self.seconds - logged_seconds, 1e-9)
@@ -346,7 +346,9 @@ def _abstract_state(params, optimizer, mesh, axes, say) -> TrainState:
         say(f"mesh: {line}")
     whole = NamedSharding(mesh, PartitionSpec())
     leaves = jax.tree_util.tree_leaves_with_path(abstract.params)
-    own_by_path = {(path, leaf.shape): own for (path, leaf), own in zip(leaves, jax.tree.leaves(shardings), strict=True)}
+    own_by_path = {
+        (path, leaf.shape): own for (path, leaf), own in zip(leaves, jax.tree.leaves(shardings), strict=True)
+    }
 
     def beside(path, leaf):
         """A moment is stored under its parameter's path, behind the optimizer's own keys."""
@@ -386,7 +388,8 @@ def _make_step(loss_fn, optimizer: optax.GradientTransformation, config: TrainCo
         zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
 
         def add(total, piece):
-            return jax.tree.map(jnp.add, total, loss_and_grads(params, *piece, frozen)), None
+            part, part_key = piece
+            return jax.tree.map(jnp.add, total, loss_and_grads(params, part, part_key, frozen)), None
 
         (grads, measured), _ = jax.lax.scan(add, zeros, (pieces, keys))
         mean = {name: value if name == "tokens" else value / parts for name, value in measured.items()}
@@ -428,7 +431,7 @@ def _place_frozen(frozen: PyTree, mesh: Mesh) -> PyTree:
     return jax.tree.map(put, frozen)
 
 
-def _prefetch(make: Callable[[int], Any], start: int, stop: int, ahead: int = 2) -> Iterator[Any]:
+def _prefetch(make: Callable[[int], Any], start: int, stop: int, ahead: int = 2) -> Generator[Any, None, None]:
     """make(start), make(start + 1), ... computed by a background thread, `ahead` at most waiting; its exceptions are raised here."""
     ready: queue.Queue = queue.Queue(maxsize=ahead)
     leave = threading.Event()

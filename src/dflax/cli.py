@@ -44,6 +44,13 @@ COMMANDS = {
     "train drafter": Command(
         "train a drafter for a target", "dflax.train.recipe", "DrafterRecipe", "train_drafter", presets=True
     ),
+    "train tiny": Command(
+        "train both models of the tiny pair and measure them",
+        "dflax.train.tiny",
+        "TinyRecipe",
+        "train_tiny",
+        presets=True,
+    ),
     "train language": Command(
         "train a tiny target on arithmetic word problems",
         "dflax.train.language",

@@ -324,7 +324,7 @@ def _sizes(sizes: Mapping[str, int]) -> str:
     return ", ".join(f"{_size(size)} in {dtype}" for dtype, size in sizes.items())
 
 
-def _size(size: float) -> str:
+def _size(size: int | float) -> str:
     for unit in ("B", "KiB", "MiB"):
         if size < 1024:
             return f"{size:.3g} {unit}"

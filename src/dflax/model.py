@@ -5,7 +5,7 @@ import os
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,10 +21,8 @@ from dflax.errors import DflaxError
 from dflax.models import params
 from dflax.models.decoder import Decoder
 from dflax.models.drafter import Drafter
-from dflax.text import load_tokenizer, stop_token_ids
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from dflax.sharding import parameter_sharding
+from dflax.text import Tokenizer, load_tokenizer, stop_token_ids
 
 ASSETS = Path(__file__).parent / "assets"
 
@@ -36,13 +34,13 @@ DRAFT_VOCABULARY = "d2t"
 class Model:
     """A model in memory.
 
-    config: what it is. module: the Flax module with its weights. tokenizer: None if the checkpoint has none. name: as given to
-    `load`. stop_token_ids: the model's own end tokens. draft_ids: target ids that a drafter scores, int32 [Vd]; None: all.
+    config: ModelConfig or DrafterConfig. module: Decoder or Drafter with its weights. tokenizer: None if the checkpoint has none.
+    name: as given to `load`. stop_token_ids: the model's own end tokens. draft_ids: ids that a drafter scores, int32 [Vd]; None: all.
     """
 
-    config: ModelConfig | DrafterConfig
-    module: nnx.Module
-    tokenizer: "PreTrainedTokenizerBase | None" = None
+    config: Any
+    module: Any
+    tokenizer: Tokenizer | None = None
     name: str = ""
     stop_token_ids: tuple[int, ...] = ()
     draft_ids: np.ndarray | None = None
@@ -136,8 +134,6 @@ def load(
     try:
         sharding = None
         if mesh is not None:
-            from dflax.sharding import parameter_sharding
-
             sharding = parameter_sharding(mesh, shapes)
         draft_ids = _draft_ids(config, source)
         rules = families.tensor_rules(config)

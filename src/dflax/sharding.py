@@ -6,7 +6,7 @@ An axis that does not divide a dimension is dropped for that dimension: the arra
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -31,6 +31,34 @@ LOGICAL_AXES: dict[str, tuple[str, ...]] = {
 }
 
 
+PARAMETER_AXES: dict[str, tuple[str | None, ...]] = {
+    "embed_tokens.weight": ("vocab", "embed"),
+    "lm_head.weight": ("vocab", "embed"),
+    "q_proj.weight": ("heads", "embed"),
+    "k_proj.weight": ("kv_heads", "embed"),
+    "v_proj.weight": ("kv_heads", "embed"),
+    "o_proj.weight": ("embed", "heads"),
+    "gate_proj.weight": ("feed_forward", "embed"),
+    "up_proj.weight": ("feed_forward", "embed"),
+    "down_proj.weight": ("embed", "feed_forward"),
+    "fc.weight": ("embed", None),
+    "input_proj.weight": ("embed", None),
+}
+"""Logical axes of a module's parameters by the end of their path; others (norms, biases, routers) are whole everywhere. Stacked experts
+have the expert axis in front."""
+
+
+def parameter_axes(path: str, ndim: int) -> tuple[str | None, ...]:
+    """Logical axes of the parameter at a dotted path."""
+    axes = PARAMETER_AXES.get(".".join(path.split(".")[-2:]), (None,) * ndim)
+    return axes if len(axes) == ndim else ("expert", *axes)
+
+
+def parameter_sharding(mesh: Mesh, shapes: Mapping[str, Sequence[int]]) -> Callable[[str], NamedSharding]:
+    """Where each parameter of a module lies: dotted path -> NamedSharding, for the paths in `shapes`."""
+    return lambda path: NamedSharding(mesh, spec(parameter_axes(path, len(shapes[path])), shapes[path], mesh)[0])
+
+
 def make_mesh(text: str = "", devices: Sequence[jax.Device] | None = None) -> Mesh:
     """A mesh with Auto axes from "data=2,fsdp=4"; "" is one device. One axis may be -1: whatever the other axes leave.
 
@@ -40,7 +68,7 @@ def make_mesh(text: str = "", devices: Sequence[jax.Device] | None = None) -> Me
     if not text.strip():
         devices = list(devices or jax.devices())[:1]
     devices = list(devices or jax.devices())
-    sizes = dict.fromkeys(MESH_AXES, 1)
+    sizes: dict[str, int] = dict.fromkeys(MESH_AXES, 1)
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, _, size = (piece.strip() for piece in part.partition("="))
         if name not in MESH_AXES:

@@ -40,7 +40,9 @@ def test_plain_greedy(case, models):
 def test_whole_runs(case, models, kind, block_size):
     """All prompts in one batch, though they finish in different rounds."""
     prompts = case.expected["prompts"].tolist()
-    out = dflax.speculate(models["target"], models[f"drafter_{kind}"], prompts, NEW, block_size=block_size, stop_token_ids=[])
+    out = dflax.speculate(
+        models["target"], models[f"drafter_{kind}"], prompts, NEW, block_size=block_size, stop_token_ids=[]
+    )
     assert out.tokens == [greedy(case, prompt) for prompt in range(3)]
     for prompt in range(3):
         if (kind, prompt, block_size) in RUNS:

@@ -1,13 +1,17 @@
 """The drafter against reference values, cached and whole, full and sliding, causal and not; and what a block may see."""
 
+import shutil
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 import dflax
 from dflax.cache import KVCache
 from dflax.kernels_pallas.block_attention.reference import visible
+from dflax.models import params
 from dflax.models.drafter import greedy_block
 from dflax.models.features import default_taps
 from tests.golden import load_case
@@ -107,3 +111,24 @@ def test_what_stands_at_or_after_the_anchor_changes_nothing():
     features[:, 10] += 1.0
     assert np.abs(run(features, embedded)[:, 1] - after[:, 1]).max() > 1e-3
     assert jax.tree.leaves(drafter.module)
+
+
+def test_names_of_other_exporters(tmp_path):
+    """Prefix variants of drafter files (spec 1.8): "model.", "midlayer" for layer 0, "encoder.fc", "encoder.output_norm_enc"."""
+    source = load_case("dflash_drafter").folder / "drafter"
+    tensors = load_file(source / "model.safetensors")
+    renamed = {}
+    for name, tensor in tensors.items():
+        for here, there in (
+            ("layers.0.", "midlayer."),
+            ("fc.", "encoder.fc."),
+            ("hidden_norm.", "encoder.output_norm_enc."),
+        ):
+            if name.startswith(here):
+                name = there + name.removeprefix(here)
+        renamed[f"model.{name}"] = tensor
+    shutil.copy(source / "config.json", tmp_path)
+    save_file(renamed, tmp_path / "model.safetensors")
+    want, got = params.flatten(dflax.load(source).module), params.flatten(dflax.load(tmp_path).module)
+    for name in want:
+        np.testing.assert_array_equal(got[name], want[name], err_msg=name)

@@ -137,8 +137,15 @@ def _put(
     return jax.make_array_from_callback(shape, where, lambda index: read(index or ()))
 
 
-def _spellings(name: str) -> tuple[str, str]:
-    return name, name.removeprefix("model.") if name.startswith("model.") else f"model.{name}"
+OTHER_NAMES = (("layers.0.", "midlayer."), ("fc.", "encoder.fc."), ("hidden_norm.", "encoder.output_norm_enc."))
+"""Prefixes that some exporters of drafters write instead of the official ones."""
+
+
+def _spellings(name: str) -> list[str]:
+    """The names under which a tensor may stand: with "model." or without, and those of other exporters."""
+    bare = name.removeprefix("model.")
+    other = [there + bare.removeprefix(here) for here, there in OTHER_NAMES if bare.startswith(here)]
+    return [name, *(f"{prefix}{n}" for n in (bare, *other) for prefix in ("", "model."))]
 
 
 def _extent(shape: tuple[int, ...], index: Index) -> tuple[int, ...]:

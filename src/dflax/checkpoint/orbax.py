@@ -22,9 +22,9 @@ class TrainingCheckpoints:
         if jax.process_index() == 0:
             _make(self.folder)
             _sweep(self.folder)
-        self._orbax = ocp.training.Checkpointer(
-            self.folder, preservation_policy=ocp.training.preservation_policies.LatestN(keep)
-        )
+        policy: Any = ocp.training.preservation_policies.LatestN(keep)
+        where: Any = self.folder  # annotated as etils' path, which a pathlib one is at run time
+        self._orbax = ocp.training.Checkpointer(where, preservation_policy=policy)
 
     def latest(self) -> int | None:
         """The step of the newest complete checkpoint, None if there is none."""

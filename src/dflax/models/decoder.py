@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -112,6 +113,7 @@ class Decoder(nnx.Module):
         """Output of every layer, before the final norm, without a cache (for inspection and tests)."""
         taps = tuple(range(self.config.num_layers))
         features = self.read(tokens, self.empty_cache(tokens), taps=taps).features
+        assert features is not None
         B, S, _ = features.shape
         return features.reshape(B, S, len(taps), -1).transpose(2, 0, 1, 3).astype(jnp.float32)
 
@@ -137,20 +139,29 @@ class Decoder(nnx.Module):
         """A cache without room, for passes over whole sequences."""
         return KVCache.empty(self.config, tokens.shape[0], 0, self.embed_tokens.weight[...].dtype)
 
-    def _run(self, tokens, cache, taps, blk_len, ctx_start, keep, mask="causal"):
+    def _run(
+        self,
+        tokens: Array,
+        cache: KVCache,
+        taps: tuple[int, ...],
+        blk_len: Array | None,
+        ctx_start: Array | None,
+        keep: Callable[[KVCache, int, Array, Array], KVCache],
+        mask: Any = "causal",
+    ) -> tuple[Array, Array | None, KVCache]:
         """The layers over a block; `keep(cache, layer, k, v) -> cache` says what becomes of the block's keys and values."""
         config = self.config
         x = self.embed_tokens(tokens)
         positions = cache.length[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
         rope = rope_table(config.rope, config.head_dim, positions)
-        one = lambda value: None if value is None else value[:, None]  # the op's axis of blocks that share a context  # noqa: E731
+        one = lambda value: None if value is None else value[:, None]  # the op's axis of blocks  # noqa: E731
         tap = FeatureTap(taps)
         for i, layer in enumerate(self.layers):
 
-            def attend(q, k, v, i=i, cache=cache):
+            def attend(q: Array, k: Array, v: Array, i: int = i, cache: KVCache = cache) -> Array:
                 out = block_attention(
                     q[:, None], cache.k, cache.v, k[:, None], v[:, None], layer=i, ctx_start=one(ctx_start),
-                    ctx_len=one(cache.length), q_pos=one(positions), mask=mask, blk_len=one(blk_len),
+                    ctx_len=cache.length[:, None], q_pos=positions[:, None], mask=mask, blk_len=one(blk_len),
                     window=config.window(i) or NO_WINDOW, scale=config.head_dim**-0.5,
                 )  # fmt: skip
                 return out[:, 0]

@@ -144,7 +144,9 @@ def greedy_block(tokens: Int[Array, "B N"], mask_token_id: int, block_size: int)
     return jnp.concatenate([tokens[..., None], masks], axis=-1)
 
 
-def initial_scale(drafter: Drafter, embed: Float[Array, "V E"], head: Float[Array, "Vd E"], std: float = 1.0) -> Drafter:
+def initial_scale(
+    drafter: Drafter, embed: Float[Array, "V E"], head: Float[Array, "Vd E"], std: float = 1.0
+) -> Drafter:
     """Scales the final norm so that fresh logits have about this standard deviation: training starts near ln V, not far above it.
 
     A fresh drafter hardly moves the mask's embedding, which a tied head scores far from evenly: that state sets the scale.

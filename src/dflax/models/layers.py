@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int
 from dflax.config import RopeConfig
 
 INIT_STD = 0.02
+SINGLE_ROW_PADDING = 7
 
 
 class Linear(nnx.Module):
@@ -27,9 +28,16 @@ class Linear(nnx.Module):
 
 
 def matmul(x: Float[Array, "... I"], w: Float[Array, "O I"]) -> Float[Array, "... O"]:
-    """x W^T with a float32 result: on every backend the fast and the accurate way to multiply bfloat16."""
-    y = jax.lax.dot_general(x, w, (((x.ndim - 1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
-    return y
+    """x W^T with a float32 result: on every backend the fast and the accurate way to multiply bfloat16.
+
+    A single bfloat16 row misses XLA's fast path on a CPU (5 to 9 times slower), so it goes in as one of eight.
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    single = rows.shape[0] == 1 and x.dtype == jnp.bfloat16
+    if single:
+        rows = jnp.pad(rows, ((0, SINGLE_ROW_PADDING), (0, 0)))
+    y = jax.lax.dot_general(rows, w, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+    return (y[:1] if single else y).reshape(*x.shape[:-1], -1)
 
 
 class RMSNorm(nnx.Module):

@@ -13,10 +13,12 @@ class Experts(nnx.Module):
     """Stacked SwiGLU experts, [experts, out, in]."""
 
     def __init__(self, size: int, config: MoEConfig, *, rngs: nnx.Rngs):
-        for name, shape in (("gate_proj", (config.intermediate_size, size)), ("up_proj", (config.intermediate_size, size)),
-                            ("down_proj", (size, config.intermediate_size))):  # fmt: skip
-            weight = jax.random.normal(rngs.params(), (config.num_experts, *shape)) * INIT_STD
-            setattr(self, name, Weight(weight))
+        def stacked(*shape: int) -> Weight:
+            return Weight(jax.random.normal(rngs.params(), (config.num_experts, *shape)) * INIT_STD)
+
+        self.gate_proj = stacked(config.intermediate_size, size)
+        self.up_proj = stacked(config.intermediate_size, size)
+        self.down_proj = stacked(size, config.intermediate_size)
 
     def __call__(self, x: Float[Array, "R E"], group_sizes: Array) -> Float[Array, "R E"]:
         """x rows sorted by expert; group_sizes [experts] int32."""

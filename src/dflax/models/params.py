@@ -32,7 +32,7 @@ def flatten(module: nnx.Module) -> dict[str, Any]:
     return {".".join(str(key.key) for key in path): leaf for path, leaf in leaves}
 
 
-def fill(module: nnx.Module, arrays: Mapping[str, Any]) -> nnx.Module:
+def fill(module: nnx.Module, arrays: Mapping[str, Any]) -> Any:
     """The same module with these leaves; `arrays` has exactly the keys of `flatten(module)`."""
     graphdef, state = nnx.split(module)
     paths, treedef = jax.tree_util.tree_flatten_with_path(nnx.to_pure_dict(state))
