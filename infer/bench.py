@@ -6,6 +6,7 @@ are kept prompt by prompt, and a killed run goes on where it was.
 """
 
 import hashlib
+import itertools
 import json
 import os
 from collections.abc import Iterator, Sequence
@@ -54,6 +55,8 @@ class BenchConfig:
     temperatures: tuple[float, ...] = (0.0,)
     max_new_tokens: int = 128
     dtypes: tuple[Literal["float32", "bfloat16"], ...] = ("float32",)
+    batch: int = 1
+    """Prompts of a set decoded together. Above 1 the time of a batch is shared among its responses by their tokens."""
     repeats: int = 1
     """Every prompt is decoded this often by every method; its time is the median."""
     seed: int = 0
@@ -106,57 +109,70 @@ def measure(
     known = {(row["dtype"], row["temperature"], row["set"], row["index"]) for row in journal.rows}
     commit = report.commit()
     todo = [
-        (temperature, number, prompt)
+        (temperature, prompt)
         for temperature in config.temperatures
-        for number, prompt in enumerate(prompts)
+        for prompt in prompts
         if (dtype, temperature, prompt.set, prompt.index) not in known
     ]
-    with tqdm(todo, desc=f"bench {dtype}", unit="prompt", disable=None) as progress:
-        for temperature, number, prompt in progress:
-            runs = list(_decode(config, target, drafter, prompt, number, temperature, methods))
-            journal.append(
-                {
-                    "dtype": dtype,
-                    "temperature": temperature,
-                    "set": prompt.set,
-                    "index": prompt.index,
-                    "commit": commit,
-                    "runs": runs,
-                }
-            )
-            progress.set_postfix_str(
-                ", ".join(f"{run['method']} {_speed(run):.1f} tok/s" for run in runs[: len(methods)])
-            )
+    with tqdm(total=len(todo), desc=f"bench {dtype}", unit="prompt", disable=None) as progress:
+        for number, (temperature, together) in enumerate(_batches(todo, config.batch)):
+            by_prompt = zip(*_decode(config, target, drafter, together, number, temperature, methods), strict=True)
+            for prompt, runs in zip(together, by_prompt, strict=True):
+                found = {"dtype": dtype, "temperature": temperature, "set": prompt.set, "index": prompt.index}
+                journal.append({**found, "commit": commit, "runs": list(runs)})
+            progress.update(len(together))
+            speeds = ", ".join(f"{run['method']} {_speed(run):.1f} tok/s" for run in runs[: len(methods)])
+            progress.set_postfix_str(speeds)
+
+
+def _batches(todo: Sequence[tuple[float, Prompt]], size: int) -> Iterator[tuple[float, list[Prompt]]]:
+    """Neighbours of one temperature and set, `size` at most."""
+    for (temperature, _), group in itertools.groupby(todo, key=lambda item: (item[0], item[1].set)):
+        prompts = [prompt for _, prompt in group]
+        for start in range(0, len(prompts), size):
+            yield temperature, prompts[start : start + size]
 
 
 def _decode(
-    config: BenchConfig, target: Model, drafter: Model | None, prompt: Prompt, number: int, temperature: float,
+    config: BenchConfig, target: Model, drafter: Model | None, prompts: Sequence[Prompt], number: int, temperature: float,
     methods: Sequence[Method],
-) -> Iterator[dict[str, Any]]:  # fmt: skip
-    """One prompt by all methods, `repeats` times."""
+) -> Iterator[list[dict[str, Any]]]:  # fmt: skip
+    """A batch of prompts by all methods, `repeats` times: what each prompt got."""
     for repeat in range(config.repeats):
         for method in methods if (number + repeat) % 2 == 0 else methods[::-1]:
             try:
-                out = _warm(config, target, drafter, prompt, temperature, method)
+                out = _warm(config, target, drafter, prompts, temperature, method)
             except DflaxError as error:
-                raise DflaxError(f"prompt {prompt.index} of {prompt.set}: {error}") from error
-            yield {
-                "method": method.name,
-                "repeat": repeat,
-                "block_size": max(out.stats.block_sizes, default=1),
-                "tokens": out.tokens[0],
-                "lengths": out.acceptance_lengths[0],
-                "prefill_seconds": out.stats.prefill_seconds,
-                "decode_seconds": out.stats.decode_seconds,
-                "drafter_bytes": out.stats.drafter_bytes,
-            }
+                raise DflaxError(
+                    f"prompt {prompts[0].index} of {prompts[0].set} and those after it: {error}"
+                ) from error
+            steps = max(1, sum(len(tokens) - 1 for tokens in out.tokens))
+            yield [
+                {
+                    "method": method.name,
+                    "repeat": repeat,
+                    "block_size": max(out.stats.block_sizes, default=1),
+                    "tokens": tokens,
+                    "lengths": lengths,
+                    "prefill_seconds": out.stats.prefill_seconds / len(prompts),
+                    "decode_seconds": out.stats.decode_seconds * (len(tokens) - 1) / steps,
+                    "drafter_bytes": out.stats.drafter_bytes,
+                }
+                for tokens, lengths in zip(out.tokens, out.acceptance_lengths, strict=True)
+            ]
 
 
 def _warm(
-    config: BenchConfig, target: Model, drafter: Model | None, prompt: Prompt, temperature: float, method: Method
+    config: BenchConfig,
+    target: Model,
+    drafter: Model | None,
+    prompts: Sequence[Prompt],
+    temperature: float,
+    method: Method,
 ) -> Output:
-    """One response, timed without compilation. All methods draw their noise with the same key."""
-    tokens, options = [list(prompt.tokens)], {"temperature": temperature, "seed": config.seed + prompt.index}
+    """The responses, timed without compilation. All methods draw their noise with the same keys."""
+    tokens = [list(prompt.tokens) for prompt in prompts]
+    options: dict[str, Any] = {"temperature": temperature, "seed": [config.seed + prompt.index for prompt in prompts]}
     for _ in range(COMPILE_TRIES):
         if method.block_size is None:
             out = generate(target, tokens, config.max_new_tokens, **options)
@@ -173,7 +189,7 @@ def _speed(run: dict[str, Any]) -> float:
 
 
 def _check(config: BenchConfig) -> None:
-    for name in ("limit", "max_new_tokens", "repeats"):
+    for name in ("limit", "max_new_tokens", "repeats", "batch"):
         value = getattr(config, name)
         if value is not None and value < 1:
             raise DflaxError(f"{name} is {value}; it must be at least 1")
