@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import random
 import subprocess
 import sys
@@ -166,9 +167,15 @@ distill.run(DistillConfig(target=target, data=(prompts,), out=out, max_new_token
 
 
 def once(config, out, kill_after=None):
-    """Whether the process ended by itself, and the seconds it answered: it is killed `kill_after` seconds after it began to."""
+    """Whether the process ended by itself, and the seconds it answered: it is killed `kill_after` seconds after it began to.
+
+    What the first process compiled is kept for the others, so that kills strike answers rather than compilation.
+    """
     command = [sys.executable, "-c", SCRIPT, config.target, config.data[0], str(out)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    cache = {"JAX_COMPILATION_CACHE_DIR": str(out.parent / "cache"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | cache
+    )
     assert process.stdout is not None
     assert process.stderr is not None
     assert process.stdout.readline() == "ready\n", process.stderr.read()
@@ -185,6 +192,7 @@ def once(config, out, kill_after=None):
 
 def survive(config, folder, wanted):
     """Kills until `wanted` have struck; every run that ends must leave the very file of the undisturbed one."""
+    once(config, folder / "first")  # compiles
     _, seconds = once(config, folder / "whole")
     whole = (folder / "whole/responses.jsonl").read_bytes()
     chance = random.Random(hashlib.sha256(str(wanted).encode()).digest())
