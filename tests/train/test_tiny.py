@@ -69,7 +69,7 @@ def test_ablations_skip_what_is_done_refuse_other_settings_and_name_what_was_not
     page = (tmp_path / "table.md").read_text()
     assert f"{measured['speed_up']:.2f}x / {measured['acceptance_length']:.2f}" in page
     assert "2.1x / 4.2" in page
-    assert "Not run: base, fused," in page
+    assert "Not run yet: base, fused," in page
     monkeypatch.setattr(ablations, "_one", lambda *arguments: pytest.fail("trained again"))
     ablations.run(config)
     assert (tmp_path / "runs" / "no-decay.json").read_text() == found
