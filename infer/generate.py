@@ -127,7 +127,7 @@ def speculate(
     seed: Any = 0,
     block_size: int | Literal["auto"] | None = None,
     stop_token_ids: Sequence[Any] | None = None,
-    drafts: Literal["argmax", "sampled"] = "argmax",
+    drafts: str = "argmax",
     allow_larger_blocks: bool = False,
     enable_thinking: bool | None = None,
 ) -> Output:
@@ -140,7 +140,7 @@ def speculate(
       drafter: a drafter made for this target.
       block_size: anchor and drafts per round; None: as trained; "auto": the fastest by measured time and acceptance, chosen
         anew as decoding goes on.
-      drafts: what the drafter proposes at temperatures above 0: its most probable tokens, or samples.
+      drafts: what the drafter proposes at temperatures above 0: its most probable tokens ("argmax"), or draws ("sampled").
       allow_larger_blocks: permit a block size above the trained one.
       The others are those of `generate`.
 
@@ -181,7 +181,7 @@ def stream(
     seed: Any = 0,
     block_size: int | None = None,
     stop_token_ids: Sequence[Any] | None = None,
-    drafts: Literal["argmax", "sampled"] = "argmax",
+    drafts: str = "argmax",
     allow_larger_blocks: bool = False,
     enable_thinking: bool | None = None,
     rounds_per_call: int = 1,

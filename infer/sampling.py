@@ -10,6 +10,7 @@ import enum
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,17 +28,17 @@ STOP_COLUMNS = 8
 class SamplingParams:
     """What each row of a batch asks of the sampler. A pytree of arrays: values are traced, only B and n are static."""
 
-    temperature: Float[Array, "B"]
+    temperature: Float[Any, "B"]
     """float32 [B]: 0 takes the argmax; above 0 the logits are divided by it."""
-    top_k: Int32[Array, "B"]
+    top_k: Int32[Any, "B"]
     """int32 [B]: only the k most probable tokens may be drawn; 0 is off."""
-    top_p: Float[Array, "B"]
+    top_p: Float[Any, "B"]
     """float32 [B]: a token may be drawn while the mass of those before it is below top_p; 1 is off."""
-    stop_ids: Int32[Array, "B n"]
+    stop_ids: Int32[Any, "B n"]
     """int32 [B, n]: the row ends after any of these tokens; -1 is padding."""
-    seed: UInt32[Array, "B"]
+    seed: UInt32[Any, "B"]
     """uint32 [B]: first part of the key of the row's noise."""
-    index: Int32[Array, "B"]
+    index: Int32[Any, "B"]
     """int32 [B]: which prompt of the call the row is, second part of the key."""
 
     @classmethod

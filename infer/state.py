@@ -1,6 +1,7 @@
 """What the decoding loop carries from round to round, and the few sizes its arrays come in."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,24 +17,24 @@ class LoopState:
     """B responses being written. Row b ends at its anchor: the newest token, whose key and value are not in the cache yet.
 
     Shapes do not depend on the block size, so one state may go through rounds of different sizes. A finished row commits
-    nothing and stays as it is, bit for bit.
+    nothing and stays as it is, bit for bit. (Fields are annotated Any: jit describes arguments by trees of other leaves than arrays.)
     """
 
     cache: KVCache
     """Of the target, S columns. Its length is the cursor: the position of the row's anchor."""
     draft_cache: KVCache | None
     """Of the drafter, S columns: its keys and values of the same positions; None without a drafter."""
-    last_fused: Float[Array, "B E"] | None
+    last_fused: Float[Any, "B E"] | None
     """[B, E]: context vector of the token before the anchor, for drafters that take features by their input; else None."""
-    tokens: Int32[Array, "B S"]
+    tokens: Int32[Any, "B S"]
     """int32 [B, S]: prompt and response up to the anchor at column cursor; 0 behind it."""
-    end: Int32[Array, "B"]
+    end: Int32[Any, "B"]
     """int32 [B]: prompt length + token budget, at most S: columns at or past it are never written."""
-    done: Bool[Array, "B"]
+    done: Bool[Any, "B"]
     """bool [B]: the budget is used up or a stop token was written."""
-    rounds: Int32[Array, "B"]
+    rounds: Int32[Any, "B"]
     """int32 [B]: rounds the row took part in before it was done."""
-    acceptance: Int32[Array, "B S"]
+    acceptance: Int32[Any, "B S"]
     """int32 [B, S]: tokens that each of these rounds gained, accepted drafts + 1; not yet cut to the budget and at a stop
     token, which only the last round of a row can need."""
 

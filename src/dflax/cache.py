@@ -6,6 +6,7 @@ past a row's cursor are stale and invisible. A write past the end is dropped; it
 """
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +20,9 @@ from dflax.config import DrafterConfig, ModelConfig
 class KVCache:
     """Keys after RoPE and values of every layer; row b is live in columns [0, length[b])."""
 
-    k: Float[Array, "L B Hkv S D"]
-    v: Float[Array, "L B Hkv S D"]
-    length: Int[Array, " B"]
+    k: Float[Any, "L B Hkv S D"]  # Any: jit describes its arguments by trees of other leaves than arrays
+    v: Float[Any, "L B Hkv S D"]
+    length: Int[Any, " B"]
 
     @classmethod
     def empty(

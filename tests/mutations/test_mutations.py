@@ -87,8 +87,7 @@ def forget_programs() -> None:
     jax.clear_caches()
 
 
-def mutated(fault: Fault, holder: Any, name: str) -> Any:
-    original = inspect.unwrap(inspect.getattr_static(holder, name))
+def mutated(fault: Fault, original: Any, name: str) -> Any:
     source = textwrap.dedent(inspect.getsource(original))
     assert source.count(fault.old) == 1, f"{fault.module}.{fault.name} no longer holds {fault.old!r} once"
     module: ModuleType = importlib.import_module(fault.module)
@@ -115,7 +114,13 @@ def test_a_fault_turns_its_test_red(name, monkeypatch):
     test = named_test(fault)
     forget_programs()
     test(*fault.arguments)
-    monkeypatch.setattr(holder, last, mutated(fault, holder, last))
+    original = inspect.unwrap(inspect.getattr_static(holder, last))
+    wrong = mutated(fault, original, last)
+    monkeypatch.setattr(holder, last, wrong)
+    module = importlib.import_module(fault.test.split(":")[0])
+    for alias, value in list(vars(module).items()):  # the test's own names for the function, jitted ones too
+        if callable(value) and inspect.unwrap(value) is original:
+            monkeypatch.setattr(module, alias, wrong)
     forget_programs()
     with pytest.raises(AssertionError):
         test(*fault.arguments)

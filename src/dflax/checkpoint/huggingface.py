@@ -102,6 +102,7 @@ def save(
             host = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
             save_file(host, beside / SINGLE, metadata={"format": "pt"})  # "pt": the PyTorch readers insist on the mark
             (beside / "config.json").write_text(json.dumps(dict(hf_config), indent=2) + "\n", encoding="utf-8")
+            shutil.copymode(beside / "config.json", beside / SINGLE)  # safetensors makes files for their owner only
             for name in (SINGLE, "config.json"):
                 _sync(beside / name)
             if folder.exists():
