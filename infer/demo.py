@@ -44,7 +44,7 @@ class DemoConfig:
     block_size: int | None = None
     """Tokens per block, the anchor counted; default: as the drafter was trained."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Of weights, activations and cache. A CPU verifies a bfloat16 block at little more than the cost of one token, a float32 one at twice."""
+    """Of weights, activations and cache. A CPU verifies a bfloat16 block at little more than a token's cost, a float32 one at twice."""
     repeats: int = 2
     """How often each way is timed."""
     seed: int | None = None
