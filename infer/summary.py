@@ -177,7 +177,7 @@ def _by_method(samples: Sequence[Mapping[str, Any]]) -> dict[str, dict[tuple[str
     for sample in samples:
         for method in sorted({run["method"] for run in sample["runs"]}, key=lambda name: (name != "plain", name)):
             runs = [run for run in sample["runs"] if run["method"] == method]
-            median = lambda key, runs=runs: statistics.median(run[key] for run in runs)  # noqa: E731  a loop of two keys
+            median = lambda key, runs=runs: statistics.median(run[key] for run in runs)
             out.setdefault(method, {})[sample["set"], sample["index"]] = Decoded(
                 tuple(runs[0]["tokens"]), median("decode_seconds"), median("prefill_seconds"),
                 tuple(runs[0]["lengths"]), runs[0]["block_size"],

@@ -128,7 +128,7 @@ def supervision(
     S = rows.tokens.shape[1]
     inside = position < S
     position = jnp.minimum(position, S - 1)
-    take = lambda x: _take(x, position)  # noqa: E731
+    take = lambda x: _take(x, position)
     same = take(rows.ctx_start) == _take(rows.ctx_start, anchors)[..., None]
     trained = keep[..., None] & inside & (slot > 0) & same & take(rows.loss_mask)
     return position, take(rows.tokens), trained
@@ -212,7 +212,7 @@ def objective(
         ids, shares = jnp.maximum(soft_row, 0), share / jnp.where(total > 0, total, 1.0)
     else:
         ids, shares = row[..., None], jnp.ones((*row.shape, 1), jnp.float32)
-    flat = lambda x, last: x.reshape(-1, *last)  # noqa: E731
+    flat = lambda x, last: x.reshape(-1, *last)
     ce, best = frozen_head_loss(
         drafter.logits, flat(hidden, hidden.shape[-1:]), frozen.head, flat(ids, ids.shape[-1:]), flat(shares, ids.shape[-1:]),
         config.chunk * (block_size - 1),
@@ -226,7 +226,7 @@ def objective(
         weight = jnp.where(scored, decay, 0.0)
         loss = jnp.sum(weight * ce) / jnp.maximum(weight.sum(), 1e-9)
     right = (best == row) & trained & (frozen.row(label) >= 0)
-    share_of = lambda hit, of: hit.sum() / jnp.maximum(of.sum(), 1)  # noqa: E731
+    share_of = lambda hit, of: hit.sum() / jnp.maximum(of.sum(), 1)
     whole = keep[..., None] & trained
     reached = jnp.cumprod(right | ~whole, axis=-1, dtype=jnp.float32) * whole
     metrics = {

@@ -60,7 +60,7 @@ def _most_likely(hidden: Float[Array, "B S E"], head: Float[Array, "V E"], k: in
         return ids.astype(jnp.int32), best - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
 
     ids, logprobs = jax.lax.map(part, parts)
-    cut = lambda x: x.reshape(-1, k)[: B * S].reshape(B, S, k)  # noqa: E731
+    cut = lambda x: x.reshape(-1, k)[: B * S].reshape(B, S, k)
     return cut(ids), cut(logprobs)
 
 

@@ -200,7 +200,7 @@ def _documents(recipe: DrafterRecipe, target: Model) -> tuple[data.Packed, list[
     train, held_out = data.split_held_out(conversations, recipe.held_out)
     if not train:
         raise DflaxError(f"nothing is left to train on: all {len(conversations)} conversations are held out")
-    tokenize = lambda item: data.tokenize(item, target.tokenizer, enable_thinking=recipe.enable_thinking)  # noqa: E731
+    tokenize = lambda item: data.tokenize(item, target.tokenizer, enable_thinking=recipe.enable_thinking)
     hidden = not os.isatty(2)
     packed = data.pack((tokenize(item) for item in tqdm(train, desc="tokenize", disable=hidden)), recipe.length)
     prompts = []

@@ -142,7 +142,7 @@ def learning_rate_schedule(config: TrainConfig, total: int) -> optax.Schedule:
 def make_optimizer(config: TrainConfig, total: int) -> optax.GradientTransformation:
     """AdamW or Muon, with global-norm clipping, warm-up and decay."""
     rate = learning_rate_schedule(config, total)
-    is_matrix = lambda params: jax.tree.map(lambda leaf: leaf.ndim >= 2, params)  # noqa: E731
+    is_matrix = lambda params: jax.tree.map(lambda leaf: leaf.ndim >= 2, params)
     if config.optimizer == "muon":
         update = optax.contrib.muon(
             rate,

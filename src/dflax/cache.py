@@ -40,7 +40,7 @@ class KVCache:
     ) -> "KVCache":
         """Row b of one layer gets its first n[b] rows at the cursor, which does not move (see `advance`)."""
         row, column = self._targets(k.shape[1], n)
-        put = lambda cache, x: cache.at[layer, row, :, column].set(x.astype(cache.dtype), mode="drop")  # noqa: E731
+        put = lambda cache, x: cache.at[layer, row, :, column].set(x.astype(cache.dtype), mode="drop")
         return replace(self, k=put(self.k, k), v=put(self.v, v))
 
     def advance(self, n: Int[Array, " B"]) -> "KVCache":

@@ -16,7 +16,7 @@ IRRELEVANT = frozenset(
     """_name_or_path architectures attention_dropout auto_map bos_token_id classifier_dropout decoder_start_token_id dtype
     embd_pdrop finetuning_task id2label initializer_range is_decoder is_encoder_decoder is_llama_config label2id
     max_window_layers model_type num_target_layers output_router_logits pad_token_id pretraining_tp resid_pdrop
-    rope_interleaved router_aux_loss_coef router_jitter_noise tokenizer_class torch_dtype transformers.js_config
+    router_aux_loss_coef router_jitter_noise tokenizer_class torch_dtype transformers.js_config
     transformers_version use_cache unk_token_id""".split()
 )
 
@@ -92,6 +92,7 @@ def parse(raw: Mapping[str, Any]) -> ModelConfig:
     keys = _Keys(raw)
     keys.only("hidden_act", "silu")
     keys.only("partial_rotary_factor", 1.0, 1)
+    keys.only("rope_interleaved", False)
     keys.only("final_logit_softcapping")
     keys.only("attn_logit_softcapping")
     num_layers = keys.need("num_hidden_layers")
@@ -141,6 +142,7 @@ def parse_drafter(raw: Mapping[str, Any]) -> DrafterConfig:
     nested = _Keys(keys.get("dflash_config", {}))
     keys.only("hidden_act", "silu")
     keys.only("partial_rotary_factor", 1.0, 1)
+    keys.only("rope_interleaved", False)
 
     def either(key: str, default: Any = None) -> Any:
         inner, outer = nested.get(key), keys.get(key)

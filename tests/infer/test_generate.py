@@ -65,7 +65,7 @@ def test_rows_do_not_depend_on_their_batch(models):
     whole = dflax.speculate(target, drafter, PROMPTS, BUDGETS, stop_token_ids=[], **SAMPLED)
 
     def rows(which):
-        pick = lambda values: [values[i] for i in which]  # noqa: E731
+        pick = lambda values: [values[i] for i in which]
         settings = {name: pick(values) for name, values in SAMPLED.items()}
         params = SamplingParams.build(len(which), VOCAB, index=which, **settings)
         session = Session(target, drafter, pick(PROMPTS), pick(BUDGETS), params)

@@ -154,7 +154,7 @@ class Decoder(nnx.Module):
         x = self.embed_tokens(tokens)
         positions = cache.length[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
         rope = rope_table(config.rope, config.head_dim, positions)
-        one = lambda value: None if value is None else value[:, None]  # the op's axis of blocks  # noqa: E731
+        one = lambda value: None if value is None else value[:, None]  # the op's axis of blocks
         tap = FeatureTap(taps)
         for i, layer in enumerate(self.layers):
 
