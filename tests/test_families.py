@@ -1,0 +1,39 @@
+"""config.json: every key that changes the computation is honoured or refused by name, and what we write reads back as it was."""
+
+import json
+
+import pytest
+
+from dflax import families
+from dflax.errors import DflaxError
+from tests.golden import GOLDENS
+
+CASES = ["target_llama", "target_qwen2", "target_qwen3", "target_qwen3_moe", "sharded_bf16"]
+
+
+def raw(case):
+    return json.loads((GOLDENS / case / "model" / "config.json").read_text())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_config_survives_the_way_out_and_in(case):
+    config = families.parse(raw(case))
+    assert families.parse(families.to_hf(config)) == config
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("rope_interleaved", True),
+        ("partial_rotary_factor", 0.5),
+        ("final_logit_softcapping", 30.0),
+        ("hidden_act", "gelu"),
+        ("rope_scaling", {"rope_type": "yarn", "factor": 4.0}),
+        ("layer_types", ["chunked_attention"] * 4),
+        ("an_unknown_key", 1),
+        ("model_type", "mamba"),
+    ],
+)
+def test_what_we_do_not_compute_is_refused_by_name(key, value):
+    with pytest.raises(DflaxError, match="rope type" if key == "rope_scaling" else key):
+        families.parse(raw("target_llama") | {key: value})
