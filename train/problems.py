@@ -65,7 +65,7 @@ def final_value(text: str) -> int | None:
 def steps_are_right(text: str) -> bool:
     """Whether every `a op b = c` in the text holds, and there is at least one."""
     found = re.findall(r"(\d+) ([-+*/]) (\d+) = (\d+)", text)
-    return bool(found) and all(_compute(int(a), sign, int(b)) == int(c) for a, sign, b, c in found)
+    return bool(found) and all(compute(int(a), sign, int(b)) == int(c) for a, sign, b, c in found)
 
 
 def generate(seed: int, index: int, split: str) -> Problem:
@@ -105,7 +105,7 @@ def is_held_out(numbers: tuple[int, ...]) -> bool:
     return hashlib.sha256(repr(sorted(numbers)).encode()).digest()[0] % 8 == 0
 
 
-def _compute(a: int, sign: str, b: int) -> int | None:
+def compute(a: int, sign: str, b: int) -> int | None:
     """a sign b, None where a division leaves a rest."""
     if sign == "/":
         return a // b if b and a % b == 0 else None
@@ -125,7 +125,7 @@ def _work(template: Template, values: dict[str, int]) -> dict[str, int] | None:
         a, b = (int(x) if x.isdigit() else values[x] for x in (left, right))
         if sign == "*" and (min(a, b) > 9 or max(a, b) > 12):
             return None
-        result = _compute(a, sign, b)
+        result = compute(a, sign, b)
         if result is None or not 2 <= result <= LARGEST or (sign == "/" and result > 12):
             return None
         values[name] = result
@@ -148,17 +148,26 @@ _SPECIAL = ("<pad>", "<bos>", "<eos>", "<mask>", "<unk>")
 @lru_cache(maxsize=1)
 def vocabulary() -> tuple[str, ...]:
     """Special tokens, digits, signs, then the words of all templates in alphabetical order."""
+    return closed_vocabulary(" ".join(" ".join((template.question, *template.steps)) for template in TEMPLATES))
+
+
+def closed_vocabulary(templates: str) -> tuple[str, ...]:
+    """Special tokens, digits, signs, and every word that templates of this text can give."""
     digits = [f"▁{digit}" for digit in range(10)]
     signs = [".", ",", "?", ":", "▁####", *(f"▁{sign}" for sign in "+-*/=")]
-    text = " ".join(" ".join((template.question, *template.steps)) for template in TEMPLATES)
-    text = re.sub(r"\[.*?\]|\{.\}", " ", text)
+    text = re.sub(r"\[.*?\]|\{.\}", " ", templates)
     words = {*re.findall(r"[A-Za-z]+", text), "Q", "A", *NAMES, *ITEMS, *CONTAINERS}
     return (*_SPECIAL, *digits, *signs, *(f"▁{word}" for word in sorted(words)))
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
     """The fixed word-level tokenizer: a token is a word, a digit or a sign; encoding puts <bos> first, decoding gives the text back."""
-    ids = {token: index for index, token in enumerate(vocabulary())}
+    return word_tokenizer(vocabulary())
+
+
+def word_tokenizer(tokens: tuple[str, ...]) -> PreTrainedTokenizerFast:
+    """The tokenizer of a closed vocabulary."""
+    ids = {token: index for index, token in enumerate(tokens)}
     inner = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
     # "124" is three tokens: the digits are parted before and joined again after, for no two numbers ever stand side by side.
     inner.normalizer = normalizers.Replace(Regex(r"(?<=\d)(?=\d)"), " ")

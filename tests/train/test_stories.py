@@ -1,0 +1,87 @@
+"""Longer problems: right answers, disjoint splits, a closed vocabulary, free words of one length, and room in the canvas."""
+
+import re
+
+import pytest
+
+from dflax.errors import DflaxError
+from dflax.train import problems as P
+from dflax.train import stories as S
+
+
+@pytest.fixture(scope="module")
+def drawn():
+    return {split: list(S.stories(7, split, 300)) for split in P.SPLITS}
+
+
+def test_answers_are_worked_out_and_right(drawn):
+    for problem in drawn["train"] + drawn["test"]:
+        assert P.steps_are_right(problem.answer_text), problem
+        assert problem.check(problem.answer_text)
+        assert problem.answer_text.count("=") in S.STEPS
+        assert not re.search(r"[{}()|@]", problem.prompt + problem.answer_text)
+        stated = re.findall(r"\d+", problem.question)
+        assert [int(n) for n in stated] == list(problem.numbers)
+        assert set(stated) <= set(re.findall(r"\d+", problem.answer_text)), problem
+
+
+def test_every_step_starts_from_what_the_one_before_it_left(drawn):
+    for problem in drawn["train"]:
+        amount = problem.numbers[0]
+        for left, sign, right, result in re.findall(r"(\d+) ([-+*/]) (\d+) = (\d+)", problem.answer_text):
+            if sign != "*":
+                assert int(left) == amount, problem
+                amount = P.compute(int(left), sign, int(right))
+                assert amount == int(result)
+        assert amount == problem.value
+
+
+def test_splits_share_no_numbers_and_test_no_skeleton():
+    train, test = S.of_split(False), S.of_split(True)
+    assert not set(train) & set(test)
+    assert len(train) + len(test) == len(S.skeletons())
+    drawn = {split: list(S.stories(0, split, 300)) for split in P.SPLITS}
+    numbers = {split: {tuple(sorted(p.numbers)) for p in drawn[split]} for split in P.SPLITS}
+    assert not numbers["train"] & (numbers["validation"] | numbers["test"])
+    assert {p.template for p in drawn["test"]} <= set(test)
+    assert {p.template for p in drawn["train"] + drawn["validation"]} <= set(train)
+    assert {event for i in test for event in S.skeletons()[i].events} == set(range(len(S.EVENTS)))
+
+
+def test_vocabulary_is_closed_lengths_are_counted_and_fit(drawn):
+    tokenizer = S.tokenizer()
+    lengths = []
+    for problem in drawn["train"] + drawn["test"]:
+        prompt = tokenizer(problem.prompt)["input_ids"]
+        answer = tokenizer(problem.answer_text, add_special_tokens=False)["input_ids"]
+        assert tokenizer.unk_token_id not in prompt + answer
+        assert len(prompt) == S.count_tokens(problem.prompt) + 1 <= S.LONGEST_PROMPT
+        assert len(answer) == S.count_tokens(problem.answer_text) <= S.LONGEST_ANSWER
+        assert tokenizer.decode(answer) == problem.answer_text
+        lengths.append(len(answer))
+    assert sorted(lengths)[len(lengths) // 2] > 50
+
+
+def test_synonyms_are_drawn_by_weight_and_have_one_length(drawn):
+    sentences = [step for part in (*S.EVENTS, *S.QUESTIONS) for step in part.steps]
+    for options in (match[1].split("|") for step in sentences for match in S.CHOICE.finditer(step)):
+        assert {S.count_tokens(option.replace("@", "pens")) for option in options} == {1}
+    text = " ".join(p.answer_text for p in drawn["train"])
+    count = {word: len(re.findall(rf"\b{word}\b", text)) for word in ("left", "over")}
+    assert 0.5 < count["left"] / sum(count.values()) < 0.7
+
+
+def test_a_pure_function_of_its_arguments():
+    assert S.generate(1, 5, "train") == S.generate(1, 5, "train")
+    assert S.generate(1, 5, "train") != S.generate(1, 6, "train")
+    assert S.generate(1, 5, "train") != S.generate(2, 5, "train")
+    assert next(S.stories(1, "train", 1, start=5)) == S.generate(1, 5, "train")
+    with pytest.raises(DflaxError, match="split"):
+        S.generate(0, 0, "dev")  # a wrong word
+
+
+def test_the_shorter_problems_are_drawn_as_before():
+    problem = P.generate(0, 0, "train")
+    assert problem.numbers == (38, 5, 4, 5, 8)
+    assert problem.answer_text.endswith("#### 22")
+    assert len(P.vocabulary()) == 123
