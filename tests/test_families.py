@@ -8,7 +8,16 @@ from dflax import families
 from dflax.errors import DflaxError
 from tests.golden import GOLDENS
 
-CASES = ["target_llama", "target_qwen2", "target_qwen3", "target_qwen3_moe", "sharded_bf16"]
+CASES = [
+    "target_llama",
+    "target_qwen2",
+    "target_qwen3",
+    "target_qwen3_moe",
+    "sharded_bf16",
+    "llada",
+    "llada_moe",
+    "dream",
+]
 
 
 def raw(case):
@@ -37,3 +46,32 @@ def test_a_config_survives_the_way_out_and_in(case):
 def test_what_we_do_not_compute_is_refused_by_name(key, value):
     with pytest.raises(DflaxError, match="rope type" if key == "rope_scaling" else key):
         families.parse(raw("target_llama") | {key: value})
+
+
+@pytest.mark.parametrize(
+    ("case", "key", "value"),
+    [
+        ("llada", "block_type", "sequential"),
+        ("llada", "attention_layer_norm", True),
+        ("llada", "include_bias", True),
+        ("llada", "embedding_size", 160),
+        ("llada", "an_unknown_key", 1),
+        ("llada", "mask_token_id", 128),
+        ("llada_moe", "moe_router_score_function", "sigmoid"),
+        ("llada_moe", "shared_expert_intermediate_size", 8),
+        ("llada_moe", "moe_layer_freq", [1]),
+        ("dream", "mask_token_id", 120),
+    ],
+)
+def test_what_a_diffusion_model_of_another_kind_has_is_refused_by_name(case, key, value):
+    with pytest.raises(DflaxError, match=key):
+        families.parse(raw(case) | {key: value})
+
+
+def test_the_two_kinds_of_llada_are_told_apart():
+    dense, sparse = families.parse(raw("llada")), families.parse(raw("llada_moe"))
+    assert (dense.family, sparse.family) == ("llada", "llada_moe")
+    assert families.parse(raw("llada_moe") | {"model_type": "lladamoe"}) == sparse
+    assert dense.bidirectional
+    assert sparse.bidirectional
+    assert (dense.mask_token_id, sparse.mask_token_id) == (126, None)

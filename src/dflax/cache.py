@@ -43,6 +43,11 @@ class KVCache:
         put = lambda cache, x: cache.at[layer, row, :, column].set(x.astype(cache.dtype), mode="drop")
         return replace(self, k=put(self.k, k), v=put(self.v, v))
 
+    def write_all(self, layer: int, k: Float[Array, "B S Hkv D"], v: Float[Array, "B S Hkv D"]) -> "KVCache":
+        """`write` for a block as long as the cache, whose every column is known to stay (a canvas's full pass)."""
+        put = lambda cache, x: cache.at[layer].set(x.transpose(0, 2, 1, 3).astype(cache.dtype))
+        return replace(self, k=put(self.k, k), v=put(self.v, v))
+
     def advance(self, n: Int[Array, " B"]) -> "KVCache":
         return replace(self, length=jnp.minimum(self.length + n, self.capacity))
 

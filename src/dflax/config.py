@@ -24,20 +24,26 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class MoEConfig:
-    """Dropless mixture of experts; the router is a softmax in float32 over all experts."""
+    """Dropless mixture of experts; the router is a softmax in float32 over all experts.
+
+    With `expert_bias` a vector is added to the probabilities when experts are chosen; it does not weigh what they give.
+    """
 
     num_experts: int
     experts_per_token: int
     intermediate_size: int
     norm_topk_prob: bool
+    expert_bias: bool = False
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A decoder-only transformer of the Llama or Qwen kind.
+    """A decoder-only transformer of the Llama or Qwen kind; a diffusion language model where it is `bidirectional`.
 
     `windows` has one entry per layer: the sliding window in tokens (a key is visible when q_pos - k_pos < window), or
-    None for full attention. `moe_layers` tells which layers route to experts; empty means none does.
+    None for full attention. `moe_layers` tells which layers route to experts; empty means none does. `shifted_logits`: a
+    bidirectional model whose logits at position i - 1 predict token i (Dream). `mask_token_id` stands for what is not written yet;
+    None where the model is autoregressive or its config.json does not tell.
     """
 
     family: str
@@ -61,6 +67,9 @@ class ModelConfig:
     moe_layers: tuple[bool, ...] = ()
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+    bidirectional: bool = False
+    shifted_logits: bool = False
+    mask_token_id: int | None = None
 
     def window(self, layer: int) -> int | None:
         return self.windows[layer] if self.windows else None
@@ -121,3 +130,32 @@ class DrafterConfig:
 
     def is_causal(self, layer: int) -> bool:
         return self.autoregressive or (bool(self.causal) and self.causal[layer])
+
+
+CONTROLLER_FEATURES = ("confidence", "entropy", "average", "momentum", "position", "uncertainty")
+"""What a controller of adaptive denoising may read of a position, in this order (arXiv 2605.30753, A.3)."""
+
+ControllerKind = Literal["lstm", "gru", "mlp"]
+
+
+@dataclass(frozen=True)
+class ControllerConfig:
+    """TSPD's controller: a tiny network, shared by all positions, that decides whether a position's token is fixed.
+
+    The defaults have the published 2,112 parameters and a head of 13. `features` names what it reads (a part of
+    CONTROLLER_FEATURES). `smoothing` is alpha of the moving average of the confidence (published).
+    """
+
+    block_length: int = 32
+    kind: ControllerKind = "lstm"
+    layers: int = 2
+    hidden_size: int = 12
+    features: tuple[str, ...] = CONTROLLER_FEATURES
+    smoothing: float = 0.25
+
+
+@dataclass(frozen=True)
+class FilterConfig:
+    """Learn2PD's acceptance filter (arXiv 2509.25188): two linear layers over the confidences of a block of this length."""
+
+    block_length: int = 32

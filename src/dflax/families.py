@@ -1,24 +1,17 @@
 """The families we read: Hugging Face config keys -> ModelConfig or DrafterConfig, and tensor names <-> module paths.
 
-Every key of a config.json that changes the computation is honoured or refused by name (`_Keys.refuse_unknown`); the keys that
-do not are listed in `IRRELEVANT`. A silent mismatch would show only as low acceptance.
+Every key of a config.json that changes the computation is honoured or refused by name (`Keys.refuse_unknown`); the keys that
+do not are listed in `hf_keys.IRRELEVANT`. A silent mismatch would show only as low acceptance.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from dflax import llada
 from dflax.config import DrafterConfig, ModelConfig, MoEConfig, RopeConfig
 from dflax.errors import DflaxError
-
-# Keys that describe provenance, training, or how another library runs the model.
-IRRELEVANT = frozenset(
-    """_name_or_path architectures attention_dropout auto_map bos_token_id classifier_dropout decoder_start_token_id dtype
-    embd_pdrop finetuning_task id2label initializer_range is_decoder is_encoder_decoder is_llama_config label2id
-    max_window_layers model_type num_target_layers output_router_logits pad_token_id pretraining_tp resid_pdrop
-    router_aux_loss_coef router_jitter_noise tokenizer_class torch_dtype transformers.js_config
-    transformers_version use_cache unk_token_id""".split()
-)
+from dflax.hf_keys import Keys, TensorRule
 
 
 @dataclass(frozen=True)
@@ -31,6 +24,7 @@ class Family:
     moe: bool = False
     rope_theta: float = 10000.0
     tie_word_embeddings: bool = False
+    diffusion: bool = False
 
 
 FAMILIES = {
@@ -38,43 +32,8 @@ FAMILIES = {
     "qwen2": Family("qwen2", qkv_bias=True),
     "qwen3": Family("qwen3", qk_norm=True),
     "qwen3_moe": Family("qwen3_moe", qk_norm=True, moe=True),
+    "Dream": Family("Dream", qkv_bias=True, diffusion=True),
 }
-
-
-class _Keys:
-    """A config.json being read: remembers which keys were used, so that the rest can be refused."""
-
-    def __init__(self, raw: Mapping[str, Any]):
-        self.raw = raw
-        self.used: set[str] = set()
-
-    def get(self, key: str, default: Any = None) -> Any:
-        self.used.add(key)
-        value = self.raw.get(key)
-        return default if value is None else value
-
-    def need(self, key: str, kind: type = int) -> Any:
-        value = self.get(key)
-        if value is None:
-            raise DflaxError(f"config.json has no {key!r}; it must be a {kind.__name__}")
-        if isinstance(value, bool) or not isinstance(value, (int, float) if kind is float else kind):
-            raise DflaxError(f"config.json: {key} is {value!r}; it must be a {kind.__name__}")
-        if kind in (int, float) and value <= 0:
-            raise DflaxError(f"config.json: {key} is {value!r}; it must be positive")
-        return value
-
-    def only(self, key: str, *allowed: Any) -> None:
-        """Refuses a value that would change the computation in a way we do not implement."""
-        value = self.raw.get(key)
-        self.used.add(key)
-        if value is not None and value not in allowed:
-            expected = " or ".join(repr(a) for a in allowed)
-            raise DflaxError(f"config.json: {key} is {value!r}; dflax supports {expected}")
-
-    def refuse_unknown(self) -> None:
-        unknown = sorted(k for k in self.raw if k not in self.used | IRRELEVANT and self.raw[k] is not None)
-        if unknown:
-            raise DflaxError(f"config.json has keys that dflax does not know and will not ignore: {', '.join(unknown)}")
 
 
 def is_drafter(raw: Mapping[str, Any]) -> bool:
@@ -86,10 +45,13 @@ def is_drafter(raw: Mapping[str, Any]) -> bool:
 def parse(raw: Mapping[str, Any]) -> ModelConfig:
     """config.json of a target -> ModelConfig; DflaxError names the key, the value and what would be right."""
     model_type = raw.get("model_type")
+    if llada.is_llada(raw):
+        return llada.parse(raw)
     if model_type not in FAMILIES:
-        raise DflaxError(f"config.json: model_type is {model_type!r}; dflax supports {', '.join(sorted(FAMILIES))}")
+        known = ", ".join(sorted([*FAMILIES, "llada"]))
+        raise DflaxError(f"config.json: model_type is {model_type!r}; dflax supports {known}")
     family = FAMILIES[model_type]
-    keys = _Keys(raw)
+    keys = Keys(raw)
     keys.only("hidden_act", "silu")
     keys.only("partial_rotary_factor", 1.0, 1)
     keys.only("rope_interleaved", False)
@@ -123,14 +85,17 @@ def parse(raw: Mapping[str, Any]) -> ModelConfig:
         tie_word_embeddings=bool(keys.get("tie_word_embeddings", family.tie_word_embeddings)),
         max_positions=keys.get("max_position_embeddings", 2048),
         qkv_bias=family.qkv_bias or attention_bias,
-        out_bias=attention_bias and family.name != "qwen2",
+        out_bias=attention_bias and family.name not in ("qwen2", "Dream"),
         mlp_bias=bool(keys.get("mlp_bias", False)),
         qk_norm=family.qk_norm,
         windows=_windows(keys, num_layers),
         moe=moe,
         moe_layers=moe_layers,
         bos_token_id=raw.get("bos_token_id"),
-        eos_token_ids=_ids(keys.get("eos_token_id")),
+        eos_token_ids=llada.ids(keys.get("eos_token_id")),
+        bidirectional=family.diffusion,
+        shifted_logits=family.diffusion,
+        mask_token_id=keys.mask_token_id() if family.diffusion else None,
     )
     keys.refuse_unknown()
     return config
@@ -138,8 +103,8 @@ def parse(raw: Mapping[str, Any]) -> ModelConfig:
 
 def parse_drafter(raw: Mapping[str, Any]) -> DrafterConfig:
     """config.json of a drafter (z-lab layout; newer files nest block_size and others in dflash_config) -> DrafterConfig."""
-    keys = _Keys(raw)
-    nested = _Keys(keys.get("dflash_config", {}))
+    keys = Keys(raw)
+    nested = Keys(keys.get("dflash_config", {}))
     keys.only("hidden_act", "silu")
     keys.only("partial_rotary_factor", 1.0, 1)
     keys.only("rope_interleaved", False)
@@ -219,7 +184,7 @@ def _causal(
     return tuple(w is not None for w in windows) or (False,) * num_layers
 
 
-def _head_dim(keys: _Keys, hidden_size: int, num_heads: int) -> int:
+def _head_dim(keys: Keys, hidden_size: int, num_heads: int) -> int:
     head_dim = keys.get("head_dim")
     if head_dim is None:
         if hidden_size % num_heads:
@@ -232,7 +197,7 @@ def _head_dim(keys: _Keys, hidden_size: int, num_heads: int) -> int:
     return head_dim
 
 
-def _rope(keys: _Keys, default_theta: float) -> RopeConfig:
+def _rope(keys: Keys, default_theta: float) -> RopeConfig:
     """Old keys (rope_theta, rope_scaling) and new (rope_parameters)."""
     new = keys.get("rope_parameters") or {}
     scaling = dict(keys.get("rope_scaling") or {}) or dict(new)
@@ -266,7 +231,7 @@ def _part(scaling: Mapping[str, Any], key: str) -> Any:
     return scaling[key]
 
 
-def _windows(keys: _Keys, num_layers: int) -> tuple[int | None, ...]:
+def _windows(keys: Keys, num_layers: int) -> tuple[int | None, ...]:
     """Sliding windows per layer from layer_types, or from use_sliding_window and max_window_layers of older files; () = none."""
     window = keys.get("sliding_window")
     layer_types = keys.get("layer_types")
@@ -288,7 +253,7 @@ def _windows(keys: _Keys, num_layers: int) -> tuple[int | None, ...]:
     return tuple(window if s else None for s in sliding)
 
 
-def _moe(keys: _Keys, num_layers: int) -> tuple[MoEConfig, tuple[bool, ...]]:
+def _moe(keys: Keys, num_layers: int) -> tuple[MoEConfig, tuple[bool, ...]]:
     dense = keys.get("mlp_only_layers", [])
     step = keys.get("decoder_sparse_step", 1)
     num_experts = keys.need("num_experts")
@@ -299,18 +264,14 @@ def _moe(keys: _Keys, num_layers: int) -> tuple[MoEConfig, tuple[bool, ...]]:
     return moe, tuple(i not in dense and (i + 1) % step == 0 for i in range(num_layers))
 
 
-def _ids(value: int | list[int] | None) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    return tuple(value) if isinstance(value, list) else (value,)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # config.json out
 
 
 def to_hf(config: ModelConfig | DrafterConfig) -> dict[str, Any]:
     """The config.json that engines of the PyTorch world read; parse(to_hf(c)) == c."""
+    if isinstance(config, ModelConfig) and config.family in llada.FAMILIES:
+        return llada.to_hf(config)
     common = {
         "hidden_act": "silu",
         "hidden_size": config.hidden_size,
@@ -328,10 +289,16 @@ def to_hf(config: ModelConfig | DrafterConfig) -> dict[str, Any]:
     }
     if isinstance(config, DrafterConfig):
         return {**common, **_drafter_out(config)}
-    architecture = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe"}[config.family]
+    architecture = {
+        "llama": "LlamaForCausalLM",
+        "qwen2": "Qwen2ForCausalLM",
+        "qwen3": "Qwen3ForCausalLM",
+        "qwen3_moe": "Qwen3MoeForCausalLM",
+        "Dream": "DreamModel",
+    }[config.family]
     out = {
         **common,
-        "architectures": [f"{architecture}ForCausalLM"],
+        "architectures": [architecture],
         "model_type": config.family,
         "tie_word_embeddings": config.tie_word_embeddings,
         "bos_token_id": config.bos_token_id,
@@ -339,6 +306,8 @@ def to_hf(config: ModelConfig | DrafterConfig) -> dict[str, Any]:
     }
     if config.family == "llama":
         out |= {"attention_bias": config.qkv_bias, "mlp_bias": config.mlp_bias}
+    elif config.family == "Dream":
+        out |= {"mask_token_id": config.mask_token_id}
     elif config.family != "qwen2":
         out |= {"attention_bias": config.qkv_bias}
     if config.moe is not None:
@@ -408,19 +377,13 @@ def _windows_out(windows: tuple[int | None, ...]) -> dict[str, Any]:
 # Tensor names
 
 
-@dataclass(frozen=True)
-class TensorRule:
-    """Where a parameter lives in a checkpoint: one tensor, or one per expert, stacked on a new first axis."""
-
-    names: tuple[str, ...]
-    stacked: bool = False
-
-
 def tensor_rules(config: ModelConfig | DrafterConfig) -> dict[str, TensorRule]:
     """Dotted module path -> where the checkpoint keeps it. Our module paths are the official names without "model."."""
     if isinstance(config, DrafterConfig):
         return {path: TensorRule((path,)) for path in _drafter_paths(config)}
     rules = {path: TensorRule((f"model.{path}",)) for path in _decoder_paths(config)}
+    if config.family == "llada":
+        return llada.dense_rules(rules, config.tie_word_embeddings)
     if not config.tie_word_embeddings:
         rules["lm_head.weight"] = TensorRule(("lm_head.weight",))
     for i in range(config.num_layers):
@@ -437,6 +400,8 @@ def _decoder_paths(config: ModelConfig) -> list[str]:
         paths += _attention_paths(i, config.qkv_bias, config.out_bias, config.qk_norm)
         if config.is_moe(i):
             paths.append(f"layers.{i}.mlp.gate.weight")
+            if config.moe is not None and config.moe.expert_bias:
+                paths.append(f"layers.{i}.mlp.expert_bias")
         else:
             paths += _mlp_paths(i, config.mlp_bias)
     return paths

@@ -17,7 +17,7 @@ from rich.console import Console
 from safetensors import safe_open
 from tyro.conf import Positional
 
-from dflax import families
+from dflax import families, hf_keys
 from dflax.checkpoint import TensorSource, gguf, huggingface, match
 from dflax.checkpoint.gguf_file import open_gguf
 from dflax.config import DrafterConfig, ModelConfig, RopeConfig
@@ -171,7 +171,7 @@ def _keys(raw: _Watched, kind: str, parsed: bool) -> dict[str, dict[str, Any]]:
         if isinstance(value, _Watched):
             for verdict, inner in _keys(value, "nested", parsed).items():
                 out[verdict] |= {f"{key}.{k}": v for k, v in inner.items()}
-        elif value is None or key in vain or (key not in raw.asked and key in families.IRRELEVANT):
+        elif value is None or key in vain or (key not in raw.asked and key in hf_keys.IRRELEVANT):
             out["ignored"][key] = value
         else:
             out["used" if key in raw.asked else "unread"][key] = value

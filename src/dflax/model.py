@@ -2,7 +2,7 @@
 
 import importlib.util
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -55,8 +55,8 @@ class Model:
         return next(iter(params.flatten(self.module).values())).dtype
 
     def logits(self, tokens: Int[Array, "B S"] | np.ndarray) -> Float[Array, "B S V"]:
-        """float32 logits of every position; rows of equal length."""
-        return self._whole(lambda module, t: module.logits(module.read(t, module.empty_cache(t)).hidden), tokens)
+        """float32 logits of every position; rows of equal length. Raw: those of a model with shifted logits are not moved."""
+        return self._whole(lambda module, t: module.logits(module.whole(t).hidden), tokens)
 
     def hidden_states(self, tokens: Int[Array, "B S"] | np.ndarray) -> Float[Array, "L B S E"]:
         """float32 output of every decoder layer, before the final norm."""
@@ -106,6 +106,7 @@ def load(
     dtype: str = "float32",
     mesh: Mesh | None = None,
     check_finite: bool = True,
+    mask_token_id: int | None = None,
 ) -> Model:
     """Loads a target or a drafter.
 
@@ -114,6 +115,7 @@ def load(
       dtype: of weights, activations and cache: "float32" or "bfloat16".
       mesh: place the weights over these devices by `dflax.sharding`; None: the default device.
       check_finite: refuse NaN and infinite weights.
+      mask_token_id: of a diffusion model whose config.json lacks it (LLaDA-MoE: 156895).
 
     Raises:
       DflaxError: one line that says what is missing, unsupported or misshapen.
@@ -128,9 +130,13 @@ def load(
         raw, generation = huggingface.config(path), huggingface.generation_config(path)
         source, tokenizer = huggingface.SafetensorsSource(path), load_tokenizer(path)
     config = families.parse_drafter(raw) if families.is_drafter(raw) else families.parse(raw)
+    if mask_token_id is not None:
+        config = _with_mask(config, mask_token_id)
     abstract = params.abstract(lambda rngs: build(config, rngs))
     shapes = {key: leaf.shape for key, leaf in params.flatten(abstract).items()}
-    ignore = ["lm_head.weight"] if getattr(config, "tie_word_embeddings", False) else []
+    ignore = (
+        ["lm_head.weight", "model.transformer.ff_out.weight"] if getattr(config, "tie_word_embeddings", False) else []
+    )
     try:
         sharding = None
         if mesh is not None:
@@ -149,6 +155,17 @@ def load(
         draft_ids=draft_ids,
         raw_config=raw,
     )
+
+
+def _with_mask(config: ModelConfig | DrafterConfig, mask_token_id: int) -> ModelConfig:
+    if not isinstance(config, ModelConfig) or not config.bidirectional:
+        raise DflaxError("mask_token_id is for diffusion language models; this is none")
+    known = config.mask_token_id
+    if known is not None and known != mask_token_id:
+        raise DflaxError(f"mask_token_id is {mask_token_id}, but config.json says {known}; leave it out")
+    if not 0 <= mask_token_id < config.vocab_size:
+        raise DflaxError(f"mask_token_id {mask_token_id} is outside the vocabulary of {config.vocab_size}")
+    return replace(config, mask_token_id=mask_token_id)
 
 
 def _draft_ids(config: ModelConfig | DrafterConfig, source: Any) -> np.ndarray | None:

@@ -1,4 +1,4 @@
-"""One decoder backbone for every autoregressive family: what differs between them is in ModelConfig."""
+"""One decoder backbone for every family, autoregressive or diffusion: what differs between them is in ModelConfig."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -109,10 +109,55 @@ class Decoder(nnx.Module):
         x, tap, cache = self._run(tokens, cache, taps, n, None, lambda cache, layer, k, v: cache.write(layer, k, v, n))
         return Block(self.norm(x), tap, None, None), cache.advance(n)
 
+    def whole(self, tokens: Int[Array, "B S"], *, taps: tuple[int, ...] = ()) -> Block:
+        """Whole sequences of equal length, seen as the model was trained: causally, or in both directions."""
+        mask = "full" if self.config.bidirectional else "causal"
+        keep = lambda cache, *_: cache
+        x, tap = self._run(tokens, self.empty_cache(tokens), taps, None, None, keep, mask=mask)[:2]
+        return Block(self.norm(x), tap, None, None)
+
+    def canvas(
+        self, tokens: Int[Array, "B S"], length: Int[Array, " B"], cache: KVCache | None = None
+    ) -> tuple[Float[Array, "B S E"], KVCache]:
+        """A full pass of a diffusion model: columns below length[b] see each other in both directions, nobody sees the others.
+
+        Returns the residual stream before the final norm (`predict` norms the rows that are asked for), and the cache, of S columns,
+        with the keys and values of the whole canvas; its length is not touched. cache None: nothing is kept.
+        """
+        keep = lambda cache, *_: cache
+        if cache is not None:
+            keep = lambda cache, layer, k, v: cache.write_all(layer, k, v)
+        nothing = self.empty_cache(tokens)
+        zero = jnp.zeros_like(length)
+        x, _, kept = self._run(
+            tokens, nothing if cache is None else cache, (), length, None, keep, "full", zero, zero, context=nothing
+        )
+        return x, kept
+
+    def stretch(
+        self,
+        tokens: Int[Array, "B T"],
+        cache: KVCache,
+        start: Int[Array, " B"],
+        length: Int[Array, " B"],
+        ctx_len: Int[Array, " B"],
+        hole: Int[Array, "B 2"] | None = None,
+    ) -> Float[Array, "B T E"]:
+        """A short pass of a diffusion model: T columns from start[b] on, of which length[b] are alive, over a cached canvas.
+
+        They see each other afresh, and of the cache the columns below ctx_len[b] outside `hole` (their own stale ones). The cache
+        is not written. Returns the residual stream before the final norm.
+        """
+        return self._run(tokens, cache, (), length, None, lambda cache, *_: cache, "full", start, ctx_len, hole)[0]
+
+    def predict(self, x: Float[Array, "... E"]) -> Float[Array, "... V"]:
+        """float32 logits of rows of the residual stream."""
+        return self.logits(self.norm(x))
+
     def hidden_states(self, tokens: Int[Array, "B S"]) -> Float[Array, "L B S E"]:
         """Output of every layer, before the final norm, without a cache (for inspection and tests)."""
         taps = tuple(range(self.config.num_layers))
-        features = self.read(tokens, self.empty_cache(tokens), taps=taps).features
+        features = self.whole(tokens, taps=taps).features
         assert features is not None
         B, S, _ = features.shape
         return features.reshape(B, S, len(taps), -1).transpose(2, 0, 1, 3).astype(jnp.float32)
@@ -148,20 +193,30 @@ class Decoder(nnx.Module):
         ctx_start: Array | None,
         keep: Callable[[KVCache, int, Array, Array], KVCache],
         mask: Any = "causal",
+        start: Array | None = None,
+        ctx_len: Array | None = None,
+        hole: Array | None = None,
+        context: KVCache | None = None,
     ) -> tuple[Array, Array | None, KVCache]:
-        """The layers over a block; `keep(cache, layer, k, v) -> cache` says what becomes of the block's keys and values."""
+        """The layers over a block; `keep(cache, layer, k, v) -> cache` says what becomes of the block's keys and values.
+
+        The block begins at the cache's cursor, and the context ends there, where start and ctx_len do not say otherwise. What is
+        seen beside the block is `context` if that is not the cache itself.
+        """
         config = self.config
         x = self.embed_tokens(tokens)
-        positions = cache.length[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
+        start = cache.length if start is None else start
+        seen = cache.length if ctx_len is None else ctx_len
+        positions = start[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
         rope = rope_table(config.rope, config.head_dim, positions)
         one = lambda value: None if value is None else value[:, None]  # the op's axis of blocks
         tap = FeatureTap(taps)
         for i, layer in enumerate(self.layers):
 
-            def attend(q: Array, k: Array, v: Array, i: int = i, cache: KVCache = cache) -> Array:
+            def attend(q: Array, k: Array, v: Array, i: int = i, cache: KVCache = context or cache) -> Array:
                 out = block_attention(
                     q[:, None], cache.k, cache.v, k[:, None], v[:, None], layer=i, ctx_start=one(ctx_start),
-                    ctx_len=cache.length[:, None], q_pos=positions[:, None], mask=mask, blk_len=one(blk_len),
+                    ctx_len=seen[:, None], q_pos=positions[:, None], mask=mask, blk_len=one(blk_len), hole=one(hole),
                     window=config.window(i) or NO_WINDOW, scale=config.head_dim**-0.5,
                 )  # fmt: skip
                 return out[:, 0]

@@ -44,13 +44,19 @@ class MoE(nnx.Module):
     def __init__(self, size: int, config: MoEConfig, *, rngs: nnx.Rngs):
         self.gate = Linear(size, config.num_experts, rngs=rngs)
         self.experts = Experts(size, config, rngs=rngs)
+        if config.expert_bias:
+            self.expert_bias = nnx.Param(jnp.zeros((config.num_experts,)))
         self.config = config
 
     def __call__(self, x: Float[Array, "... E"]) -> Float[Array, "... E"]:
         flat = x.reshape(-1, x.shape[-1])
         k = self.config.experts_per_token
         router = jax.nn.softmax(matmul(flat, self.gate.weight[...]), axis=-1)
-        weights, chosen = jax.lax.top_k(router, k)
+        if self.config.expert_bias:
+            chosen = jax.lax.top_k(router + self.expert_bias[...].astype(jnp.float32), k)[1]
+            weights = jnp.take_along_axis(router, chosen, axis=1)
+        else:
+            weights, chosen = jax.lax.top_k(router, k)
         if self.config.norm_topk_prob:
             weights /= weights.sum(-1, keepdims=True)
         order = jnp.argsort(chosen.reshape(-1), stable=True)
