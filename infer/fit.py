@@ -1,5 +1,6 @@
 """Does this drafter fit this target? Every misfit that would only show as low acceptance is refused here, with the reason."""
 
+from dflax.config import ModelConfig
 from dflax.errors import DflaxError
 from dflax.model import Model
 
@@ -8,6 +9,21 @@ def check_target(target: Model) -> None:
     """Raises DflaxError if the model is no target."""
     if target.is_drafter:
         raise DflaxError(f"{_name(target)} is a drafter and cannot be decoded by itself; give the target model first")
+    if target.config.bidirectional:
+        raise DflaxError(
+            f"{_name(target)} is a diffusion language model, which does not write one token after the other; use dflax.denoise"
+        )
+
+
+def check_diffusion(model: Model) -> tuple[ModelConfig, int]:
+    """Configuration and mask token; DflaxError if the model cannot be denoised."""
+    if model.is_drafter or not model.config.bidirectional:
+        raise DflaxError(f"{_name(model)} is no diffusion language model; use dflax.generate")
+    if model.config.mask_token_id is None:
+        raise DflaxError(
+            f"the config.json of {_name(model)} has no mask_token_id; give dflax.load(..., mask_token_id=...)"
+        )
+    return model.config, model.config.mask_token_id
 
 
 def check_pair(target: Model, drafter: Model) -> None:

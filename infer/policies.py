@@ -18,8 +18,8 @@ row's state depends on that row alone; `reset` is called with the rows that ente
 comes from `key` [B, T]: one key per slot, made of seed, prompt number, position and step.
 """
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -144,12 +144,99 @@ def linear_quota(entry: Int32[Array, "B"], steps: Int32[Array, "B"], step: Int32
     return jnp.where(step < steps, entry // steps + (step < entry % steps), 1)
 
 
-def _is_share(name: str, value: Any, *, top: float = 1.0) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= top:
-        raise DflaxError(f"{name} is {value!r}; it must be a number from 0 to {top:g}")
+def dream_quota(
+    masks: Int32[Array, "B"], steps: Int32[Array, "B"], step: Int32[Array, "B"], eps: float | Array
+) -> Int32[Array, "B"]:
+    """Tokens that Dream's schedule writes in this step: floor(masks (1 - s / t)) on a linear grid t from 1 to eps; last all."""
+    at = lambda i: 1.0 - (1.0 - eps) * i.astype(jnp.float32) / jnp.maximum(steps, 1)
+    left = jnp.floor(masks * _reveal(at(step), at(step + 1))).astype(jnp.int32)
+    return jnp.where(step >= steps - 1, masks, left)
+
+
+def _reveal(t: Array, s: Array) -> Array:
+    """Probability that a position is written between times t and s."""
+    return 1.0 - s / t
+
+
+def factor_count(
+    confidence: Float[Array, "B T"], masked: Bool[Array, "B T"], factor: float | Array
+) -> Int32[Array, "B"]:
+    """Largest n with (n + 1) (1 - c_n) < factor, c_n the n-th highest confidence (Fast-dLLM, theorem 1); 0 if none."""
+    c, n = _sorted(confidence, masked)
+    return jnp.sum((n + 1) * (1 - c) < factor, axis=1, dtype=jnp.int32)
+
+
+def frechet_count(
+    confidence: Float[Array, "B T"], masked: Bool[Array, "B T"], margin: float | Array
+) -> Int32[Array, "B"]:
+    """Largest n with max(0, c_1 + ... + c_n - (n - 1)) - (1 - c_n) > margin (Fast-dLLM++, arXiv 2606.02955); 0 if none."""
+    c, n = _sorted(confidence, masked)
+    lower = jnp.maximum(0.0, jnp.cumsum(c, axis=1) - (n - 1))
+    return jnp.sum(lower - (1 - c) > margin, axis=1, dtype=jnp.int32)
+
+
+def _sorted(confidence: Array, masked: Array) -> tuple[Array, Array]:
+    """Confidences of masked slots, highest first (far below any rule's cut behind them), and their ranks from 1."""
+    c = -jnp.sort(-jnp.where(masked, confidence, -1e4), axis=1)
+    return c, jnp.arange(1, c.shape[1] + 1, dtype=jnp.int32)
 
 
 # --- policies ---
+
+DREAM_RULES = ("entropy", "maskgit_plus", "topk_margin", "origin")
+Rule = Literal["low_confidence", "random", "entropy", "maskgit_plus", "topk_margin", "origin"]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Schedule(Policy):
+    """A fixed number of tokens per step: the official samplers.
+
+    LLaDA: "low_confidence" writes the most confident, "random" any; the number is linear in the step. Dream: "entropy" (lowest),
+    "maskgit_plus" (highest confidence), "topk_margin" (p1 - p2), by its own grid of times, and "origin" (every masked slot by
+    chance). In as many steps as tokens "low_confidence" is plain decoding, one token per step.
+    """
+
+    rule: Rule = field(default="low_confidence", metadata={"static": True})
+    alg_temp: Any = 0.0
+    """float: of Dream's rules: above 0 the slots are drawn by softmax(score / alg_temp), without replacement."""
+    eps: Any = 1e-3
+    """float: where Dream's grid of times ends."""
+
+    @property
+    def tempered(self) -> bool:
+        """As published, Dream's rules look at the distribution after temperature, top-k and top-p."""
+        return self.rule in DREAM_RULES
+
+    def step(self, state: Any, seen: Observation, key: Key[Array, "B T"]) -> tuple[Any, Array, Array]:
+        if self.rule not in DREAM_RULES:
+            score = seen.confidence if self.rule == "low_confidence" else _uniform(key)
+            return state, seen.token, seen.masked & (ranks(score, seen.masked, seen.raw) < seen.quota[:, None])
+        if self.rule == "origin":
+            at = lambda i: 1.0 - (1.0 - self.eps) * i.astype(jnp.float32) / jnp.maximum(seen.steps, 1)
+            chance = _reveal(at(seen.step), at(seen.step + 1))
+            last = seen.step >= seen.steps - 1
+            return state, seen.token, seen.masked & (last[:, None] | (_uniform(key) < chance[:, None]))
+        left = jnp.sum(seen.masked, axis=1, dtype=jnp.int32)
+        score = self._score(seen)
+        drawn = score / jnp.where(self.alg_temp > 0, self.alg_temp, 1.0) - jnp.log(-jnp.log(_uniform(key)))
+        rank = ranks(jnp.where(self.alg_temp > 0, drawn, score), seen.masked, seen.raw)
+        return state, seen.token, seen.masked & (rank < dream_quota(left, seen.steps, seen.step, self.eps)[:, None])
+
+    def _score(self, seen: Observation) -> Float[Array, "B T"]:
+        if self.rule == "maskgit_plus":
+            return seen.confidence
+        p = jax.nn.softmax(seen.logits, axis=-1)
+        if self.rule == "topk_margin":
+            top = jax.lax.top_k(p, 2)[0]
+            return top[..., 0] - top[..., 1]
+        return jnp.sum(jnp.where(p > 0, p * jnp.log(jnp.where(p > 0, p, 1.0)), 0.0), axis=-1)
+
+    def check(self) -> None:
+        if self.rule not in get_args(Rule):
+            raise DflaxError(f"rule is {self.rule!r}; it must be one of {', '.join(get_args(Rule))}")
+        _number("alg_temp", self.alg_temp)
+        _number("eps", self.eps, top=1.0)
 
 
 @jax.tree_util.register_dataclass
@@ -162,10 +249,136 @@ class Threshold(Policy):
 
     threshold: Any = 0.9
     """float: confidence at which a token is committed."""
+    budgeted: bool = field(default=False, metadata={"static": True})
+    """Fast-dLLM's variant for Dream without cache: a step may commit entry // steps tokens and what earlier steps left of theirs."""
+
+    def init(self, B: int, T: int, V: int) -> Any:
+        return jnp.zeros((B,), jnp.int32) if self.budgeted else ()
+
+    def step(self, state: Any, seen: Observation, key: Key[Array, "B T"]) -> tuple[Any, Array, Array]:
+        commit = seen.masked & (seen.confidence >= self.threshold)
+        if self.budgeted:
+            # The published loop adds steps at its end, which carry what is left and nothing new.
+            budget = state + jnp.where(seen.step < seen.steps, seen.entry // jnp.maximum(seen.steps, 1), 0)
+            commit &= ranks(seen.confidence, seen.masked, seen.raw) < budget[:, None]
+            commit = at_least_one(commit, seen.raw, seen.masked)
+            state = jnp.maximum(budget - jnp.sum(commit, axis=1, dtype=jnp.int32), 0)
+            return state, seen.token, commit
+        return state, seen.token, at_least_one(commit, seen.raw, seen.masked)
+
+    def check(self) -> None:
+        _number("threshold", self.threshold)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Factor(Policy):
+    """As many of the most confident as (n + 1)(1 - c_n) < factor allows, at least one (Fast-dLLM, arXiv 2505.22618)."""
+
+    factor: Any = 1.0
+    one_more: bool = field(default=False, metadata={"static": True})
+    """The published code takes all masked slots where the rule takes all but one; the paper's rule does not."""
+
+    def step(self, state: Any, seen: Observation, key: Key[Array, "B T"]) -> tuple[Any, Array, Array]:
+        n = jnp.maximum(factor_count(seen.confidence, seen.masked, self.factor), 1)
+        if self.one_more:
+            left = jnp.sum(seen.masked, axis=1, dtype=jnp.int32)
+            n = jnp.where(n == left - 1, left, n)
+        return state, seen.token, _best_n(seen, n)
+
+    def check(self) -> None:
+        _number("factor", self.factor)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Frechet(Policy):
+    """As many of the most confident as their joint probability surely allows, by Fréchet's bounds (arXiv 2606.02955)."""
+
+    margin: Any = 0.25
+
+    def step(self, state: Any, seen: Observation, key: Key[Array, "B T"]) -> tuple[Any, Array, Array]:
+        return state, seen.token, _best_n(seen, frechet_count(seen.confidence, seen.masked, self.margin))
+
+    def check(self) -> None:
+        _number("margin", self.margin, top=1.0)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Credit(Policy):
+    """A threshold on logits that remember: each step's best token of a masked slot earns credit, which fades (CreditDecoding).
+
+    credit = decay credit + p_top1 ^ power at that token; logits + weight ln(1 + credit). The state is [B, T, V] float32.
+    """
+
+    threshold: Any = 0.9
+    decay: Any = 0.8
+    power: Any = 0.2
+    weight: Any = 0.7
+
+    def init(self, B: int, T: int, V: int) -> Any:
+        return jnp.zeros((B, T, V), jnp.float32)
+
+    def refine(
+        self, state: Any, logits: Float[Array, "B T V"], masked: Bool[Array, "B T"]
+    ) -> tuple[Any, Float[Array, "B T V"]]:
+        top = jnp.argmax(logits, axis=-1)
+        p = jnp.exp(jnp.max(logits, axis=-1) - jax.nn.logsumexp(logits, axis=-1))
+        hit = (jnp.arange(logits.shape[-1], dtype=top.dtype) == top[..., None]) & masked[..., None]
+        state = state * self.decay + jnp.where(hit, (p**self.power)[..., None], 0.0)
+        return state, logits + self.weight * jnp.log1p(state)
 
     def step(self, state: Any, seen: Observation, key: Key[Array, "B T"]) -> tuple[Any, Array, Array]:
         commit = seen.masked & (seen.confidence >= self.threshold)
         return state, seen.token, at_least_one(commit, seen.raw, seen.masked)
 
     def check(self) -> None:
-        _is_share("threshold", self.threshold, top=float("inf"))
+        for name in ("threshold", "power", "weight"):
+            _number(name, getattr(self, name))
+        _number("decay", self.decay, top=1.0)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Prophet(Policy):
+    """The schedule, until the model is sure of all: then the whole block at once (Prophet).
+
+    Sure is a mean gap between the two best logits of the masked slots above a bound that falls as the run goes on: `early` in its
+    first third, `middle` in its second, `late` after. The published code watches the answer's place in the text, which the caller must
+    know; here the block is watched, so block_length = gen_length watches everything.
+    """
+
+    early: Any = 7.5
+    middle: Any = 5.0
+    late: Any = 2.5
+
+    def step(self, state: Any, seen: Observation, key: Key[Array, "B T"]) -> tuple[Any, Array, Array]:
+        top = jax.lax.top_k(seen.logits, 2)[0]
+        left = jnp.sum(seen.masked, axis=1)
+        gap = jnp.sum(jnp.where(seen.masked, top[..., 0] - top[..., 1], 0.0), axis=1) / jnp.maximum(left, 1)
+        bound = jnp.where(seen.progress < 0.33, self.early, jnp.where(seen.progress < 0.67, self.middle, self.late))
+        n = jnp.where(gap >= bound, left, jnp.maximum(seen.quota, 1)).astype(jnp.int32)
+        return state, seen.token, _best_n(seen, n)
+
+    def check(self) -> None:
+        for name in ("early", "middle", "late"):
+            _number(name, getattr(self, name))
+
+
+def _best_n(seen: Observation, n: Int32[Array, "B"]) -> Bool[Array, "B T"]:
+    """The n most confident masked slots of a row; where n is 0 the one of highest raw confidence."""
+    commit = seen.masked & (ranks(seen.confidence, seen.masked, seen.raw) < n[:, None])
+    return at_least_one(commit, seen.raw, seen.masked)
+
+
+def _uniform(key: Key[Array, "B T"]) -> Float[Array, "B T"]:
+    """In (0, 1), one per key."""
+    draw = lambda k: jax.random.uniform(k, (), jnp.float32, minval=1e-12)
+    return jax.vmap(draw)(key.reshape(-1)).reshape(key.shape)
+
+
+def _number(name: str, value: Any, top: float = float("inf")) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= top:
+        limit = "at least 0" if top == float("inf") else f"from 0 to {top:g}"
+        raise DflaxError(f"{name} of the policy is {value!r}; it must be a number, {limit}")

@@ -134,6 +134,10 @@ class Noise(enum.IntEnum):
     """A token the drafter samples."""
     ACCEPT = 2
     """The uniform that decides whether a sampled draft is accepted."""
+    DENOISE = 3
+    """A candidate of a diffusion model; the step is folded in too, as one position is drawn again and again."""
+    POLICY = 4
+    """What a policy of denoising draws."""
 
 
 def gumbel(
@@ -159,7 +163,11 @@ def gumbel(
       float32 [B, T, V].
     """
 
-    keys = _keys(seed, index, position, noise)
+    return gumbel_of(keys(seed, index, position, noise), vocab)
+
+
+def gumbel_of(keys: Array, vocab: int) -> Float[Array, "B T V"]:
+    """Gumbel noise of keys [B, T], float32."""
 
     def draw(key: Array) -> Float[Array, "V"]:
         bits = jax.random.bits(key, (vocab,), jnp.uint32)
@@ -177,7 +185,7 @@ def uniform(
     noise: Noise = Noise.ACCEPT,
 ) -> Float[Array, "B T"]:
     """Uniforms in [0, 1), keyed like `gumbel`: one for each draft's position in rejection sampling. float32 [B, T]."""
-    return jax.vmap(jax.vmap(lambda key: jax.random.uniform(key, (), jnp.float32)))(_keys(seed, index, position, noise))
+    return jax.vmap(jax.vmap(lambda key: jax.random.uniform(key, (), jnp.float32)))(keys(seed, index, position, noise))
 
 
 def choose(
@@ -236,8 +244,11 @@ def _ranks_before_or_at(
     return (scaled > value) | ((scaled == value) & (ids <= token))
 
 
-def _keys(seed: UInt32[Array, "B"], index: Int[Array, "B"], position: Int[Array, "B T"], noise: Noise) -> Array:
-    """Keys [B, T]. The generator is named so that a global JAX setting cannot change anybody's samples."""
+def keys(seed: UInt32[Array, "B"], index: Int[Array, "B"], position: Int[Array, "B T"], noise: Noise) -> Array:
+    """Keys [B, T] of what is drawn for an end at a position.
+
+    The generator is named so that a global JAX setting cannot change anybody's samples.
+    """
     root = jax.random.key(int(noise), impl="threefry2x32")
 
     def key(seed: Array, index: Array, position: Array) -> Array:

@@ -231,7 +231,7 @@ class Program:
 @lru_cache(maxsize=16)
 def program(target: ModelConfig, drafter: DrafterConfig | None) -> Program:
     """The program of this pair of configurations."""
-    merge_target, merge_drafter = _merger(target), _merger(drafter)
+    merge_target, merge_drafter = merger(target), merger(drafter)
 
     def pair(weights: Any) -> Pair:
         target_leaves, drafter_leaves, vocabulary = weights
@@ -272,7 +272,7 @@ def program(target: ModelConfig, drafter: DrafterConfig | None) -> Program:
     return Program(start, vocabulary, prefill, first, run)
 
 
-def _merger(config: ModelConfig | DrafterConfig | None) -> Callable[[Any], Any]:
+def merger(config: ModelConfig | DrafterConfig | None) -> Callable[[Any], Any]:
     """leaves -> module for any weights of this configuration."""
     if config is None:
         return lambda leaves: None

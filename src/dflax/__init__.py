@@ -9,12 +9,22 @@ from typing import TYPE_CHECKING, Any
 from dflax.errors import DflaxError
 
 if TYPE_CHECKING:
+    from dflax import policies
+    from dflax.infer.canvas import Cache
+    from dflax.infer.diffuse import denoise, stream_denoise
+    from dflax.infer.endings import EndOfText
+    from dflax.infer.extrapolation import ConfidenceExtrapolation
     from dflax.infer.generate import generate, speculate, stream
     from dflax.model import Model, load
 
 __version__ = "0.1.0"
 
 _HOME = {
+    "Cache": "dflax.infer.canvas",
+    "ConfidenceExtrapolation": "dflax.infer.extrapolation",
+    "EndOfText": "dflax.infer.endings",
+    "denoise": "dflax.infer.diffuse",
+    "stream_denoise": "dflax.infer.diffuse",
     "load": "dflax.model",
     "Model": "dflax.model",
     "generate": "dflax.infer.generate",
@@ -22,10 +32,26 @@ _HOME = {
     "stream": "dflax.infer.generate",
 }
 
-__all__ = ["DflaxError", "Model", "__version__", "generate", "load", "speculate", "stream"]
+__all__ = [
+    "Cache",
+    "ConfidenceExtrapolation",
+    "DflaxError",
+    "EndOfText",
+    "Model",
+    "__version__",
+    "denoise",
+    "generate",
+    "load",
+    "policies",
+    "speculate",
+    "stream",
+    "stream_denoise",
+]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "policies":
+        return importlib.import_module("dflax.policies")
     if name not in _HOME:
         raise AttributeError(f"module 'dflax' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOME[name]), name)
