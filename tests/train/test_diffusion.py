@@ -1,0 +1,180 @@
+"""The masked-diffusion objective: what is hidden, what it weighs (by hand, in numpy), shifted logits, chunks, the likelihood bound."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dflax.config import ModelConfig, RopeConfig
+from dflax.errors import DflaxError
+from dflax.models import params
+from dflax.train import diffusion as D
+from dflax.train.language import fresh
+
+B, S, V, MASK = 4, 12, 11, 3
+PROMPT, LENGTH = jnp.array([2, 0, 5, 3]), jnp.array([10, 12, 10, 12])
+ANSWER = 12
+
+
+def tiny(**changes):
+    shape = ModelConfig(
+        "llada", V, 8, 12, 1, 2, 2, 4, 1e-5, RopeConfig(), False, 64, bidirectional=True, mask_token_id=MASK
+    )
+    return fresh(shape.__class__(**{**shape.__dict__, **changes}), 0)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny()
+
+
+@pytest.fixture(scope="module")
+def tokens():
+    return jnp.asarray(np.random.default_rng(0).integers(4, V, (B, S)), jnp.int32)
+
+
+noise = jax.jit(D.noise, static_argnames="config")
+whole = jax.jit(lambda model, tokens: model.logits(model.whole(tokens).hidden))
+
+
+def region(columns=S):
+    return np.asarray(D.answer_region(PROMPT, LENGTH, columns))
+
+
+def reference_ce(model, tokens, hidden, shift=0):
+    """-log p of every token, row by row and column by column, from whole passes over each row alone."""
+    out = np.zeros((B, S))
+    for b in range(B):
+        n = int(LENGTH[b])
+        seen = np.where(hidden[b], MASK, tokens[b])[None, :n]
+        logits = np.asarray(whole(model, seen)[0], np.float64)
+        for s in range(int(PROMPT[b]), n):
+            row = logits[max(s - shift, 0)]
+            out[b, s] = np.log(np.exp(row).sum()) - row[tokens[b, s]]
+    return out
+
+
+def test_prompts_and_what_lies_behind_a_row_are_never_hidden():
+    for masking in ("bernoulli", "exact"):
+        for seed in range(20):
+            noised = noise(jax.random.key(seed), jnp.asarray(region()), config=D.DiffusionObjective(masking=masking))
+            hidden = np.asarray(noised.hidden)
+            for b in range(B):
+                assert not hidden[b, : PROMPT[b]].any()
+                assert not hidden[b, LENGTH[b] :].any()
+            np.testing.assert_array_equal(noised.counted, noised.hidden)
+            np.testing.assert_array_equal(noised.size, LENGTH - PROMPT)
+            if masking == "exact":
+                np.testing.assert_allclose(noised.rate, hidden.sum(1) / (LENGTH - PROMPT), rtol=1e-6)
+                assert (hidden.sum(1) >= 1).all()
+
+
+def test_levels_are_stratified_and_tokens_are_hidden_at_their_rate():
+    t = np.asarray(D.noise_levels(jax.random.key(1), 8))
+    assert np.array_equal(np.floor(t * 8), np.arange(8))
+    bounded = np.asarray(D.noise_levels(jax.random.key(1), 8, 0.3, 0.8))
+    assert 0.3 <= bounded.min() < bounded.max() <= 0.8
+    every = jnp.ones((16, 4000), bool)
+    noised = noise(jax.random.key(2), every, config=D.DiffusionObjective(eps=0.1))
+    t = np.asarray(D.noise_levels(jax.random.split(jax.random.key(2), 4)[0], 16))
+    np.testing.assert_allclose(noised.rate, 0.9 * t + 0.1, rtol=1e-5)
+    np.testing.assert_allclose(np.asarray(noised.hidden).mean(1), noised.rate, atol=0.03)
+
+
+@pytest.mark.parametrize(("weights", "normalise"), [("elbo", "sequence"), ("elbo", "token"), ("uniform", "sequence")])
+def test_the_weights_by_hand(weights, normalise):
+    rng = np.random.default_rng(3)
+    ce, hidden = rng.random((2, 5)), np.array([[0, 1, 1, 0, 0], [1, 1, 0, 1, 1]], bool)
+    noised = D.Noised(jnp.asarray(hidden), jnp.asarray(hidden), jnp.array([0.25, 0.75]), jnp.array([4, 5]))
+    value = D.weigh(jnp.asarray(ce, jnp.float32), noised, D.DiffusionObjective(weights=weights, normalise=normalise))
+    first, second = ce[0, 1] + ce[0, 2], ce[1, 0] + ce[1, 1] + ce[1, 3] + ce[1, 4]
+    want = {
+        ("elbo", "sequence"): (first / 0.25 / 4 + second / 0.75 / 5) / 2,
+        ("elbo", "token"): (first / 0.25 + second / 0.75) / 9,
+        ("uniform", "sequence"): (first + second) / 6,
+    }[weights, normalise]
+    np.testing.assert_allclose(value, want, rtol=1e-6)
+
+
+def test_the_loss_of_a_model_by_hand(model, tokens):
+    config, key = D.DiffusionObjective(), jax.random.key(7)
+    loss = jax.jit(partial(D.diffusion_loss, answer_columns=ANSWER, config=config))
+    value, found = loss(model, key, tokens, PROMPT, LENGTH)
+    noised = noise(key, jnp.asarray(region()), config=config)
+    hidden, rate = np.asarray(noised.hidden), np.asarray(noised.rate)
+    ce = reference_ce(model, tokens, hidden)
+    rows = [ce[b][hidden[b]].sum() / rate[b] / (LENGTH[b] - PROMPT[b]) for b in range(B)]
+    np.testing.assert_allclose(value, np.mean(rows), rtol=1e-4)
+    assert found["tokens"] == LENGTH.sum()
+    # What lies behind a row's end is seen by nobody.
+    junk = jnp.where(jnp.arange(S) < LENGTH[:, None], tokens, 5)
+    np.testing.assert_allclose(loss(model, key, junk, PROMPT, LENGTH)[0], value, rtol=1e-6)
+
+
+def test_shifted_logits_predict_from_the_position_before(model, tokens):
+    hidden, at = region() & (np.arange(S) % 2 == 0), region()
+    shifted = jax.jit(partial(D.hidden_cross_entropy, answer_columns=ANSWER, chunk=1000))
+    ce, right = shifted(tiny(shifted_logits=True), tokens, hidden, PROMPT, LENGTH)
+    np.testing.assert_allclose(np.asarray(ce)[at], reference_ce(model, tokens, hidden, shift=1)[at], rtol=1e-4)
+    assert right.shape == (B, S)
+
+
+def test_blockwise_rows_are_what_block_by_block_decoding_meets():
+    config = D.DiffusionObjective(blockwise=1.0, block_length=3, t_min=0.9)
+    seen = set()
+    for seed in range(12):
+        noised = noise(jax.random.key(seed), jnp.asarray(region()), config=config)
+        hidden, counted = np.asarray(noised.hidden), np.asarray(noised.counted)
+        for b in range(B):
+            answer = slice(int(PROMPT[b]), int(LENGTH[b]))
+            assert not hidden[b, : PROMPT[b]].any()
+            size, block = int(noised.size[b]), np.flatnonzero(counted[b, answer]) // 3
+            if not len(block):
+                continue
+            assert len(set(block.tolist())) == 1
+            n = int(LENGTH[b] - PROMPT[b])
+            assert size == min(3, n - 3 * block[0])
+            assert not hidden[b, answer][: 3 * block[0]].any()
+            assert hidden[b, answer][3 * block[0] + 3 :].all()
+            assert not counted[b, answer][3 * block[0] + 3 :].any()
+            seen.add((b, int(block[0])))
+    assert {block for b, block in seen if b == 1} == {0, 1, 2, 3}
+
+
+def test_chunks_change_nothing(model, tokens):
+    leaves, key = params.flatten(model), jax.random.key(3)
+
+    def grad(chunk):
+        config = D.DiffusionObjective(chunk=chunk)
+        loss = lambda leaves: D.diffusion_loss(params.fill(model, leaves), key, tokens, PROMPT, LENGTH, ANSWER, config)[
+            0
+        ]
+        return jax.jit(jax.value_and_grad(loss))(leaves)
+
+    (one, whole), (many, parts) = grad(1000), grad(7)
+    np.testing.assert_allclose(one, many, rtol=1e-6)
+    for name in whole:
+        np.testing.assert_allclose(parts[name], whole[name], rtol=1e-4, atol=1e-6, err_msg=name)
+
+
+def test_the_bound_hides_every_count_once(model, monkeypatch):
+    """With as many passes as tokens each k of 1 .. n occurs once; the mean of CE over k is then exact for a CE that hangs on k only."""
+
+    def by_count(model, tokens, hidden, *rest):
+        return jnp.where(hidden, hidden.sum(1, keepdims=True).astype(jnp.float32) ** 2, 99.0), hidden
+
+    monkeypatch.setattr(D, "hidden_cross_entropy", by_count)
+    n = 6
+    prompt_len, length = jnp.array([2, 4]), jnp.array([8, 10])
+    found = D.likelihood_bound(
+        model, jax.random.key(0), jnp.zeros((2, 12), jnp.int32), prompt_len, length, n, samples=n
+    )
+    np.testing.assert_allclose(found, np.mean(np.arange(1, n + 1) ** 2), rtol=1e-6)
+
+
+def test_bad_values_are_named():
+    for wrong in ({"t_min": 0.8, "t_max": 0.3}, {"eps": 0.0}, {"blockwise": 1.5}, {"chunk": 0}):
+        with pytest.raises(DflaxError, match=next(iter(wrong))):
+            D.DiffusionObjective(**wrong)

@@ -1,0 +1,212 @@
+"""The objective of masked-diffusion language models: hide tokens at a random rate, predict the hidden ones from all others.
+
+LLaDA (arXiv 2502.09992, algorithms 1 and 2; GUIDELINES.md of its repository). Per row a noise level t, every token of the region hidden
+with probability p = (1 - eps) t + eps; loss of a row = sum over hidden tokens of CE / p, divided by the region's length: an upper bound on
+its negative log likelihood per token. Pretraining: the region is the whole row. Fine-tuning: the answer with the end tokens that pad it;
+the prompt is never hidden. There is no attention mask but the row's end, and no input tells t.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Bool, Float, Int
+
+from dflax.errors import DflaxError
+from dflax.models.decoder import Decoder
+
+
+@dataclass(frozen=True)
+class DiffusionObjective:
+    """How rows are noised and what their hidden tokens weigh."""
+
+    weights: Literal["elbo", "uniform"] = "elbo"
+    """"elbo": 1 / p, the likelihood bound. "uniform": the plain mean over hidden tokens."""
+    normalise: Literal["sequence", "token"] = "sequence"
+    """With elbo weights: every row is divided by its own region (published), or all by all regions together."""
+    masking: Literal["bernoulli", "exact"] = "bernoulli"
+    """Every token for itself (published), or exactly round(p n), at least one, of a region's n: the same bound with less variance."""
+    eps: float = 1e-3
+    t_min: float = 0.0
+    """Noise levels are uniform between t_min and t_max; other bounds than 0 and 1 leave the likelihood bound."""
+    t_max: float = 1.0
+    blockwise: float = 0.0
+    """Share of rows that are noised as block-by-block decoding meets them: one block of the region is noised and learnt from, what
+    follows is hidden without loss, what precedes it is clean (as in Blockwise SFT, arXiv 2508.19529)."""
+    block_length: int = 32
+    """Of blockwise rows."""
+    chunk: int = 16384
+    """Rows of logits that exist at once."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.t_min < self.t_max <= 1:
+            raise DflaxError(f"t_min is {self.t_min} and t_max {self.t_max}; they must satisfy 0 <= t_min < t_max <= 1")
+        if not 0 < self.eps < 1:
+            raise DflaxError(f"eps is {self.eps}; it must lie between 0 and 1")
+        if not 0 <= self.blockwise <= 1:
+            raise DflaxError(f"blockwise is {self.blockwise}; it is a share, between 0 and 1")
+        for name in ("block_length", "chunk"):
+            if getattr(self, name) < 1:
+                raise DflaxError(f"{name} is {getattr(self, name)}; it must be at least 1")
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Noised:
+    """hidden: tokens that stand as masks. counted: those of them with loss. rate: the probability with which a token of the row's region
+    was hidden. size: tokens in that region."""
+
+    hidden: Bool[Any, "B S"]
+    counted: Bool[Any, "B S"]
+    rate: Float[Any, " B"]
+    size: Int[Any, " B"]
+
+
+def noise_levels(key: Array, rows: int, t_min: float = 0.0, t_max: float = 1.0) -> Float[Array, " B"]:
+    """Stratified: row i draws from the i-th of B equal parts of (t_min, t_max), all by one shared offset."""
+    offset = jax.random.uniform(key)
+    return t_min + (t_max - t_min) * (jnp.arange(rows) + offset) / rows
+
+
+def noise(key: Array, region: Bool[Array, "B S"], config: DiffusionObjective) -> Noised:
+    """Which tokens of every row are hidden; outside of `region` none is."""
+    level_key, pick_key, kind_key, block_key = jax.random.split(key, 4)
+    B = region.shape[0]
+    t = noise_levels(level_key, B, config.t_min, config.t_max)
+    later = jnp.zeros_like(region)
+    if config.blockwise > 0:
+        by_block = jax.random.uniform(kind_key, (B, 1)) < config.blockwise
+        block = (jnp.cumsum(region, axis=1) - 1) // config.block_length  # of every token of the region
+        blocks = -(-region.sum(1, keepdims=True) // config.block_length)
+        chosen = jnp.floor(jax.random.uniform(block_key, (B, 1)) * blocks)
+        later = region & by_block & (block > chosen)
+        region = region & (~by_block | (block == chosen))
+    size = region.sum(1)
+    rate = (1 - config.eps) * t + config.eps
+    if config.masking == "exact":
+        count = jnp.clip(jnp.round(rate * size).astype(jnp.int32), 1, jnp.maximum(size, 1))
+        counted, rate = exactly(pick_key, region, count), count / jnp.maximum(size, 1)
+    else:
+        counted = region & (jax.random.uniform(pick_key, region.shape) < rate[:, None])
+    return Noised(counted | later, counted, rate, size)
+
+
+def exactly(key: Array, region: Bool[Array, "B S"], count: Int[Array, " B"]) -> Bool[Array, "B S"]:
+    """count[b] random tokens of every row's region."""
+    order = jnp.where(region, jax.random.uniform(key, region.shape), 2.0)
+    rank = jnp.argsort(jnp.argsort(order, axis=1), axis=1)
+    return region & (rank < count[:, None])
+
+
+def answer_region(prompt_len: Int[Array, " B"], length: Int[Array, " B"], columns: int) -> Bool[Array, "B S"]:
+    """Columns from the prompt's end to the row's."""
+    column = jnp.arange(columns)
+    return (column >= prompt_len[:, None]) & (column < length[:, None])
+
+
+def hidden_cross_entropy(
+    model: Decoder,
+    tokens: Int[Array, "B S"],
+    hidden: Bool[Array, "B S"],
+    prompt_len: Int[Array, " B"],
+    length: Int[Array, " B"],
+    answer_columns: int,
+    chunk: int,
+) -> tuple[Float[Array, "B S"], Bool[Array, "B S"]]:
+    """Cross entropy of every token when `hidden` ones stand as masks, and whether it is the argmax; 0 outside of the answers.
+
+    answer_columns: no row has more columns after its prompt, so the head runs on that many. A model with shifted logits (Dream) predicts
+    a token from the position before it, the first from its own.
+    """
+    assert model.config.mask_token_id is not None
+    x, _ = model.canvas(jnp.where(hidden, model.config.mask_token_id, tokens), length)
+    B, S = tokens.shape
+    column = prompt_len[:, None] + jnp.arange(answer_columns)
+    at = jnp.minimum(column, S - 1)
+    label = jnp.take_along_axis(tokens, at, axis=1)
+    source = jnp.maximum(at - 1, 0) if model.config.shifted_logits else at
+    rows = jnp.take_along_axis(x, source[..., None], axis=1).reshape(-1, x.shape[-1])
+
+    def of_rows(rows: Array, label: Array) -> tuple[Array, Array]:
+        logits = model.predict(rows)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, label), logits.argmax(-1) == label
+
+    ce, right = _in_chunks(of_rows, chunk, rows, label.reshape(-1))
+    put = lambda values: (
+        jnp.zeros((B, S), values.dtype).at[jnp.arange(B)[:, None], column].set(values.reshape(B, -1), mode="drop")
+    )
+    return put(ce), put(right)
+
+
+def _in_chunks(function: Callable[..., Any], chunk: int, rows: Array, label: Array) -> Any:
+    """function(rows, label), a chunk at a time and computed again for the gradient, so that all logits never exist together."""
+    count = rows.shape[0]
+    if count <= chunk:
+        return function(rows, label)
+    pad = -count % chunk
+    cut = lambda x: jnp.pad(x, ((0, pad), *((0, 0),) * (x.ndim - 1))).reshape(-1, chunk, *x.shape[1:])
+    out = jax.lax.map(lambda part: jax.checkpoint(function)(*part), (cut(rows), cut(label)))
+    return jax.tree.map(lambda x: x.reshape(-1)[:count], out)
+
+
+def weigh(ce: Float[Array, "B S"], noised: Noised, config: DiffusionObjective) -> Float[Array, ""]:
+    """The loss of cross entropies: mean over rows of sum(CE / rate) / size, or as `weights` and `normalise` say."""
+    ce = jnp.where(noised.counted, ce, 0.0)
+    if config.weights == "uniform":
+        return ce.sum() / jnp.maximum(noised.counted.sum(), 1)
+    rows = ce.sum(1) / noised.rate
+    if config.normalise == "token":
+        return rows.sum() / jnp.maximum(noised.size.sum(), 1)
+    return jnp.mean(rows / jnp.maximum(noised.size, 1))
+
+
+def diffusion_loss(
+    model: Decoder,
+    key: Array,
+    tokens: Int[Array, "B S"],
+    prompt_len: Int[Array, " B"],
+    length: Int[Array, " B"],
+    answer_columns: int,
+    config: DiffusionObjective,
+) -> tuple[Float[Array, ""], dict[str, Array]]:
+    """Loss of a batch, and metrics: `accuracy` over hidden tokens with loss, tokens seen.
+
+    tokens: prompt, answer, end tokens; row b ends at length[b]. prompt_len 0: pretraining.
+    """
+    noised = noise(key, answer_region(prompt_len, length, tokens.shape[1]), config)
+    ce, right = hidden_cross_entropy(model, tokens, noised.hidden, prompt_len, length, answer_columns, config.chunk)
+    accuracy = (right & noised.counted).sum() / jnp.maximum(noised.counted.sum(), 1)
+    return weigh(ce, noised, config), {"accuracy": accuracy, "tokens": length.sum()}
+
+
+def likelihood_bound(
+    model: Decoder,
+    key: Array,
+    tokens: Int[Array, "B S"],
+    prompt_len: Int[Array, " B"],
+    length: Int[Array, " B"],
+    answer_columns: int,
+    samples: int,
+    chunk: int = 16384,
+) -> Float[Array, " B"]:
+    """Upper bound on every row's negative log likelihood in nats per token of its answer, by `samples` passes.
+
+    Exactly k of its n tokens are hidden, k stratified over the passes and uniform in 1 .. n, and their mean cross entropy is taken: the
+    expectation is that of the 1 / t weighted bound, the variance far less (get_log_likelihood.py of LLaDA).
+    """
+    region = answer_region(prompt_len, length, tokens.shape[1])
+    size = region.sum(1)
+    offset_key, pick_key = jax.random.split(key)
+    offset = jax.random.uniform(offset_key, size.shape)
+
+    def one(sample: Array) -> Array:
+        level = (offset + sample / samples) % 1.0
+        count = 1 + jnp.minimum((level * size).astype(jnp.int32), jnp.maximum(size - 1, 0))
+        hidden = exactly(jax.random.fold_in(pick_key, sample), region, count)
+        ce, _ = hidden_cross_entropy(model, tokens, hidden, prompt_len, length, answer_columns, chunk)
+        return jnp.where(hidden, ce, 0.0).sum(1) / count
+
+    return jax.lax.map(one, jnp.arange(samples)).mean(0)

@@ -1,0 +1,245 @@
+"""`dflax train diffusion`: a masked-diffusion language model, from nothing or from a checkpoint, to a folder that `dflax.load` takes."""
+
+import dataclasses
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tqdm import tqdm
+
+from dflax import sharding
+from dflax.config import ModelConfig, RopeConfig
+from dflax.errors import DflaxError
+from dflax.model import Model, load
+from dflax.models import params
+from dflax.train import data, stories, trainer
+from dflax.train.canvases import Batch, StoryBatches, TextBatches, answer_rows, text_rows
+from dflax.train.diffusion import DiffusionObjective, diffusion_loss, likelihood_bound
+from dflax.train.language import fresh
+
+
+@dataclass(frozen=True)
+class DiffusionRecipe:
+    """Train a masked-diffusion language model: fine-tuning on prompts and answers, or pretraining on running text.
+
+    Without `data` it learns the arithmetic stories of the package, which is how the model `arith-llada` is made.
+    """
+
+    model: str = ""
+    """Go on from this diffusion model (folder, hub id, built-in name); "": a new one of the LLaDA layout, for the stories only."""
+    mask_token_id: int = -1
+    """Of a model whose config.json does not tell (LLaDA-MoE: 156895)."""
+    data: tuple[str, ...] = ()
+    """.jsonl(.gz) files, folders of them, or hub datasets: prompts with responses, conversations, or texts; (): stories."""
+    mode: Literal["sft", "pretrain"] = "sft"
+    """"sft": only the answer and the end tokens behind it are hidden. "pretrain": whole rows of text are."""
+    compute: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of the passes; masters and optimizer stay float32."""
+
+    hidden_size: int = 128
+    """This and what follows up to `max_positions`: the shape of a new model."""
+    intermediate_size: int = 320
+    layers: int = 5
+    heads: int = 4
+    rope_theta: float = 10000.0
+    max_positions: int = 128
+
+    length: int = 112
+    """Columns of a row."""
+    gen_length: int = 64
+    """Tokens of an answer with the end tokens that pad it; 0: to the end of the row (published)."""
+    rows_per_step: int = 64
+    cut_share: float = 0.01
+    """Pretraining: share of rows cut to a random length."""
+    held_out: float = 0.01
+    """Share of prompts of `data` kept for validation, by hash."""
+    enable_thinking: bool | None = None
+    bound_rows: int = 128
+    """Held-out rows whose likelihood is bounded at an evaluation."""
+    bound_samples: int = 8
+    """Passes per row for that."""
+    eval_problems: int = 64
+    """Stories of each unseen kind that are really answered at an evaluation, one token per step."""
+    objective: DiffusionObjective = field(default_factory=DiffusionObjective)
+    train: trainer.TrainConfig = field(
+        default_factory=lambda: trainer.TrainConfig(
+            steps=1000, learning_rate=1e-3, weight_decay=0.1, b2=0.98, out="runs/diffusion"
+        )
+    )
+
+    def __post_init__(self) -> None:
+        if self.data and not self.model:
+            raise DflaxError("model is empty; data need a model with its tokenizer to go on from")
+        if self.mode == "pretrain" and not self.data:
+            raise DflaxError("data is empty; pretraining needs running text")
+        if not self.data and (
+            self.gen_length <= stories.LONGEST_ANSWER or self.length < stories.LONGEST_PROMPT + self.gen_length
+        ):
+            raise DflaxError(
+                f"gen_length is {self.gen_length} and length {self.length}; stories need more than {stories.LONGEST_ANSWER} tokens "
+                f"for an answer and {stories.LONGEST_PROMPT} for a prompt beside it"
+            )
+        if self.gen_length % self.objective.block_length:
+            raise DflaxError(
+                f"gen_length is {self.gen_length}; it must be a multiple of block_length {self.objective.block_length}"
+            )
+        if not self.model and self.hidden_size % (2 * self.heads):
+            raise DflaxError(
+                f"hidden_size is {self.hidden_size}; {self.heads} heads need a multiple of {2 * self.heads}"
+            )
+        for name in ("rows_per_step", "bound_rows", "bound_samples"):
+            if getattr(self, name) < 1:
+                raise DflaxError(f"{name} is {getattr(self, name)}; it must be at least 1")
+
+
+def train_diffusion(recipe: DiffusionRecipe) -> Path:
+    """Trains, evaluates on what is held out, and writes OUT/model; returns that folder.
+
+    A run that was killed goes on from its last checkpoint when called again with the same recipe.
+    """
+    mesh = sharding.make_mesh(recipe.train.mesh) if recipe.train.mesh else None
+    model = _start(recipe, mesh)
+    batches, held_out = _data(recipe, model)
+    graph, answer_columns = model.module, recipe.gen_length or recipe.length
+
+    def ready(leaves: Any) -> Any:
+        return params.fill(graph, jax.tree.map(lambda leaf: leaf.astype(recipe.compute), leaves))
+
+    def loss(leaves: Any, batch: Any, key: Any) -> Any:
+        return diffusion_loss(ready(leaves), key, **batch, answer_columns=answer_columns, config=recipe.objective)
+
+    bound = jax.jit(
+        lambda leaves, batch: likelihood_bound(
+            ready(leaves), jax.random.key(0), **batch, answer_columns=answer_columns, samples=recipe.bound_samples,
+            chunk=recipe.objective.chunk,
+        )
+    )  # fmt: skip
+
+    def evaluate(leaves: Any, step: int) -> dict[str, float]:
+        found = {"bound": bound_of(lambda batch: bound(leaves, batch), held_out, recipe.rows_per_step)}
+        if not recipe.data and recipe.eval_problems:
+            trained = dataclasses.replace(model, module=params.fill(graph, leaves))
+            found |= exact_match(trained, recipe.eval_problems, recipe.gen_length, recipe.objective.block_length)
+        return found
+
+    trained = trainer.fit(
+        params.flatten(graph), loss, batches, recipe.train, evaluate=evaluate if len(held_out["tokens"]) else None,
+        mesh=mesh, identity=identity(recipe, model.config),
+    )  # fmt: skip
+    folder = Path(recipe.train.out) / "model"
+    dataclasses.replace(model, module=params.fill(graph, trained)).save(folder)
+    return folder
+
+
+def exact_match(model: Model, count: int, gen_length: int, block_length: int, **options: Any) -> dict[str, float]:
+    """Share of stories answered with the right value: {"validation": unseen numbers, "test": unseen numbers and skeletons}.
+
+    Plain decoding, one token per step, where `options` (of `dflax.denoise`) do not say otherwise.
+    """
+    from dflax.infer.diffuse import denoise
+
+    found = {}
+    for split in ("validation", "test"):
+        drawn = list(stories.stories(0, split, count))
+        answers = denoise(model, [p.prompt for p in drawn], gen_length=gen_length, block_length=block_length, **options)
+        assert answers.texts is not None
+        right = [problem.check(written) for problem, written in zip(drawn, answers.texts, strict=True)]
+        found[f"{split}_exact_match"] = float(np.mean(right))
+    return found
+
+
+def bound_of(bound: Any, rows: Batch, batch_size: int) -> float:
+    """Mean likelihood bound of rows, a batch of one size at a time; nats per token."""
+    count = len(rows["tokens"])
+    padded = -(-count // batch_size) * batch_size
+    values = []
+    for start in range(0, padded, batch_size):
+        at = np.minimum(np.arange(start, start + batch_size), count - 1)
+        values.append(np.asarray(bound({name: jnp.asarray(array[at]) for name, array in rows.items()})))
+    return float(np.concatenate(values)[:count].mean())
+
+
+def model_config(recipe: DiffusionRecipe) -> ModelConfig:
+    """The recipe's shape in the LLaDA layout, with the vocabulary of stories."""
+    tokenizer = stories.tokenizer()
+    return ModelConfig(
+        family="llada",
+        vocab_size=len(stories.vocabulary()),
+        hidden_size=recipe.hidden_size,
+        intermediate_size=recipe.intermediate_size,
+        num_layers=recipe.layers,
+        num_heads=recipe.heads,
+        num_kv_heads=recipe.heads,
+        head_dim=recipe.hidden_size // recipe.heads,
+        rms_norm_eps=1e-5,
+        rope=RopeConfig(theta=recipe.rope_theta),
+        tie_word_embeddings=False,
+        max_positions=recipe.max_positions,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_ids=(tokenizer.eos_token_id,),
+        bidirectional=True,
+        mask_token_id=tokenizer.mask_token_id,
+    )
+
+
+def _start(recipe: DiffusionRecipe, mesh: Any) -> Model:
+    """The model before training."""
+    if not recipe.model:
+        config = model_config(recipe)
+        module = fresh(config, recipe.train.seed)
+        return Model(config, module, stories.tokenizer(), name="diffusion", stop_token_ids=config.eos_token_ids)
+    given = None if recipe.mask_token_id < 0 else recipe.mask_token_id
+    model = load(recipe.model, mesh=mesh, mask_token_id=given)
+    if model.is_drafter or not model.config.bidirectional:
+        raise DflaxError(f"{recipe.model} is no diffusion language model")
+    if model.config.mask_token_id is None:
+        raise DflaxError(f"the config.json of {recipe.model} names no mask token; set mask_token_id")
+    if model.tokenizer is None:
+        raise DflaxError(f"{recipe.model} has no tokenizer; training needs one")
+    if recipe.length > model.config.max_positions:
+        raise DflaxError(f"length is {recipe.length}; {recipe.model} has {model.config.max_positions} positions")
+    if not recipe.data and model.config.vocab_size != len(stories.vocabulary()):
+        raise DflaxError(f"{recipe.model} does not know the vocabulary of stories; name data to train it on")
+    return model
+
+
+def _data(recipe: DiffusionRecipe, model: Model) -> tuple[trainer.Batches, Batch]:
+    """Training batches, and held-out rows (possibly none)."""
+    shape, seed, rows = (recipe.length, recipe.gen_length), recipe.train.seed, recipe.rows_per_step
+    if not recipe.data:
+        source = StoryBatches(rows, *shape, seed)
+        return source, source.of("test", 0, recipe.bound_rows)
+    tokenizer: Any = model.tokenizer
+    read = [row for source in recipe.data for row in data.read(source)]
+    if recipe.mode == "pretrain":
+        made = text_rows(read, tokenizer, recipe.length)
+        kept = round(len(made["tokens"]) * recipe.held_out)
+        train = {name: array[kept:] for name, array in made.items()}
+        if not len(train["tokens"]):
+            raise DflaxError(f"nothing is left to train on: held_out is {recipe.held_out}")
+        return TextBatches(train, rows, seed, recipe.cut_share), _first(made, min(kept, recipe.bound_rows))
+    train, held_out = data.split_held_out([data.conversation(row) for row in read], recipe.held_out)
+    if not train:
+        raise DflaxError(f"nothing is left to train on: all {len(held_out)} conversations are held out")
+    tokenize = lambda items: (
+        data.tokenize(item, tokenizer, enable_thinking=recipe.enable_thinking)
+        for item in tqdm(items, desc="tokenize", disable=not os.isatty(2))
+    )
+    made = answer_rows(tokenize(train), *shape, tokenizer.eos_token_id)
+    kept = answer_rows(tokenize(held_out), *shape, tokenizer.eos_token_id) if held_out else _first(made, 0)
+    return data.Shuffled(made, rows, seed), _first(kept, recipe.bound_rows)
+
+
+def _first(rows: Batch, count: int) -> Batch:
+    return {name: array[:count] for name, array in rows.items()}
+
+
+def identity(recipe: DiffusionRecipe, config: ModelConfig) -> dict[str, Any]:
+    """What fixes the result besides the trainer's own settings."""
+    free = {"train", "eval_problems", "bound_rows", "bound_samples"}
+    fields = {k: v for k, v in dataclasses.asdict(recipe).items() if k not in free}
+    return {**fields, "config": dataclasses.asdict(config)}
