@@ -58,6 +58,13 @@ COMMANDS = {
         "train_language",
         presets=True,
     ),
+    "train diffusion": Command(
+        "train a diffusion language model, or fine-tune one on prompts and answers",
+        "dflax.train.diffusion_recipe",
+        "DiffusionRecipe",
+        "train_diffusion",
+        presets=True,
+    ),
     "train ablations": Command(
         "train and compare the drafters of the paper's ablations",
         "dflax.train.ablations",
