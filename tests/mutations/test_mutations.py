@@ -50,6 +50,14 @@ FAULTS = {
         "dflax.train.drafter", "supervision", "& same & take(rows.loss_mask)", "& take(rows.loss_mask)",
         "tests.train.test_drafter:test_a_block_never_learns_from_the_next_document",
     ),
+    "a diffusion model's prompt is noised": Fault(
+        "dflax.train.diffusion", "answer_region", "(column >= prompt_len[:, None]) & ", "",
+        "tests.train.test_diffusion:test_prompts_and_what_lies_behind_a_row_are_never_hidden",
+    ),
+    "hidden tokens are not weighed by 1 / t": Fault(
+        "dflax.train.diffusion", "weigh", "ce.sum(1) / noised.rate", "ce.sum(1)",
+        "tests.train.test_diffusion:test_the_weights_by_hand", ("elbo", "sequence"),
+    ),
     "the residual is left out of rejection": Fault(
         "dflax.infer.accept", "reject", "jnp.exp(target) - jnp.exp(drafted)", "jnp.exp(target)",
         "tests.infer.test_accept:test_recorded_rejections", (5,),
