@@ -2,10 +2,11 @@
 
 from typing import Literal
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from dflax.kernels_pallas.block_attention.reference import attend
+from dflax.kernels_pallas.block_attention import cpu, reference
 
 NO_WINDOW = 2**30
 """A window larger than any context, so that sliding and full layers share one program."""
@@ -57,6 +58,28 @@ def block_attention(
         ctx_start = jnp.zeros_like(ctx_len)
     if blk_len is None:
         blk_len = jnp.full((B, N), T, jnp.int32)
-    return attend(
-        q, k_ctx, v_ctx, k_blk, v_blk, layer, ctx_start, ctx_len, q_pos, mask, hole, blk_len, window, scale, soft_cap
-    )
+
+    def by(backend):
+        return lambda q, k_ctx, v_ctx, k_blk, v_blk: backend.attend(
+            q,
+            k_ctx,
+            v_ctx,
+            k_blk,
+            v_blk,
+            layer,
+            ctx_start,
+            ctx_len,
+            q_pos,
+            mask,
+            hole,
+            blk_len,
+            window,
+            scale,
+            soft_cap,
+        )
+
+    arrays = (q, k_ctx, v_ctx, k_blk, v_blk)
+    L, _, _, S, _ = k_ctx.shape
+    if N > 1 or L == 1 or S == 0:  # training, or nothing to slice
+        return by(reference)(*arrays)
+    return jax.lax.platform_dependent(*arrays, cpu=by(cpu), default=by(reference))

@@ -1,4 +1,4 @@
-"""`block_attention` in plain XLA: the definition that every kernel is tested against, and what runs on CPU."""
+"""`block_attention` in plain XLA: the definition that every kernel is tested against, and what runs where there is none."""
 
 import jax
 import jax.numpy as jnp
@@ -22,51 +22,71 @@ def attend(
 
     # Head groups before rows: all queries of a kv head are then the rows of one matrix product with its context.
     q_ = (q * scale).reshape(B, N, T, Hkv, G, D).transpose(0, 3, 4, 1, 2, 5)
-    k_blk, v_blk = (x.transpose(0, 3, 1, 2, 4) for x in (k_blk, v_blk))
-    context = jnp.einsum("bhrd,bhsd->bhrs", q_.reshape(B, Hkv, G * N * T, D), k_ctx, preferred_element_type=jnp.float32)
-    context = context.reshape(B, Hkv, G, N, T, S)
-    block = jnp.einsum("bhgntd,bhnud->bhgntu", q_, k_blk, preferred_element_type=jnp.float32)
+    logits = jnp.einsum("bhrd,bhsd->bhrs", q_.reshape(B, Hkv, G * N * T, D), k_ctx, preferred_element_type=jnp.float32)
+    logits = logits.reshape(B, Hkv, G, N, T, S)
     if soft_cap is not None:
-        context, block = (soft_cap * jnp.tanh(x / soft_cap) for x in (context, block))
-
-    sees_context, sees_block = visible(S, ctx_start, ctx_len, q_pos, mask, hole, blk_len, window)
-    context += jnp.where(sees_context, 0.0, NEGATIVE)[:, None, None]
-    block += jnp.where(sees_block, 0.0, NEGATIVE)[:, None, None]
-
-    top = jnp.maximum(jnp.maximum(context.max(-1, initial=FLOOR), block.max(-1)), FLOOR)
-    top = jax.lax.stop_gradient(top)[..., None]
-    p_context, p_block = jnp.exp(context - top), jnp.exp(block - top)
-    total = p_context.sum(-1) + p_block.sum(-1)
-    rows = p_context.astype(q.dtype).reshape(B, Hkv, G * N * T, S)
-    out = jnp.einsum("bhrs,bhsd->bhrd", rows, v_ctx, preferred_element_type=jnp.float32).reshape(q_.shape)
-    out += jnp.einsum("bhgntu,bhnud->bhgntd", p_block.astype(q.dtype), v_blk, preferred_element_type=jnp.float32)
-    out = out / jnp.where(total == 0, 1.0, total)[..., None]
-    return out.transpose(0, 3, 4, 1, 2, 5).reshape(B, N, T, Hq, D).astype(q.dtype)
-
-
-def visible(S, ctx_start, ctx_len, q_pos, mask, hole, blk_len, window):
-    """Who sees whom: (context [B, N, T, S], block [B, N, T, T]), booleans, [query, key]."""
-    T = q_pos.shape[-1]
+        logits = soft_cap * jnp.tanh(logits / soft_cap)
     column = jnp.arange(S, dtype=jnp.int32)
-    two_sided = not (isinstance(mask, str) and mask == "causal")
+    sees = visible_context(column, ctx_start, ctx_len, q_pos, hole, window, mask_is_two_sided(mask))
+    logits += jnp.where(sees, 0.0, NEGATIVE)[:, None, None]
+
+    top = jax.lax.stop_gradient(logits.max(-1, initial=FLOOR))
+    p = jnp.exp(logits - top[..., None])
+    rows = p.astype(q.dtype).reshape(B, Hkv, G * N * T, S)
+    out = jnp.einsum("bhrs,bhsd->bhrd", rows, v_ctx, preferred_element_type=jnp.float32).reshape(q_.shape)
+    context = top, p.sum(-1), out
+    return with_block(q_, context, k_blk, v_blk, q_pos, mask, blk_len, window, soft_cap).astype(q.dtype)
+
+
+def with_block(q_, context, k_blk, v_blk, q_pos, mask, blk_len, window, soft_cap):
+    """The block's own part, joined with the context's.
+
+    q_: scaled queries [B, Hkv, G, N, T, D]. context: of what the queries see of it, the largest logit (at least FLOOR) and the sum of
+    exponentials relative to it, both [B, Hkv, G, N, T], and the values weighted by these, [B, Hkv, G, N, T, D]. Returns float32
+    [B, N, T, Hq, D].
+    """
+    B, Hkv, G, N, T, D = q_.shape
+    k_blk, v_blk = (x.transpose(0, 3, 1, 2, 4) for x in (k_blk, v_blk))
+    logits = jnp.einsum("bhgntd,bhnud->bhgntu", q_, k_blk, preferred_element_type=jnp.float32)
+    if soft_cap is not None:
+        logits = soft_cap * jnp.tanh(logits / soft_cap)
+    logits += jnp.where(visible_block(q_pos, mask, blk_len, window), 0.0, NEGATIVE)[:, None, None]
+
+    below, total, out = context
+    top = jax.lax.stop_gradient(jnp.maximum(below, logits.max(-1)))
+    shrink, p = jnp.exp(below - top), jnp.exp(logits - top[..., None])
+    total = total * shrink + p.sum(-1)
+    out = out * shrink[..., None] + jnp.einsum(
+        "bhgntu,bhnud->bhgntd", p.astype(q_.dtype), v_blk, preferred_element_type=jnp.float32
+    )
+    out = out / jnp.where(total == 0, 1.0, total)[..., None]
+    return out.transpose(0, 3, 4, 1, 2, 5).reshape(B, N, T, Hkv * G, D)
+
+
+def mask_is_two_sided(mask):
+    """Whether a window counts in both directions under this mask."""
+    if isinstance(mask, str) and mask not in ("full", "causal"):
+        raise ValueError(f"mask is {mask!r}; it must be 'full', 'causal' or a boolean array")
+    return not (isinstance(mask, str) and mask == "causal")
+
+
+def visible_context(column, ctx_start, ctx_len, q_pos, hole, window, two_sided):
+    """Who sees which of the context columns `column` [s]: booleans [..., N, T, s] for ctx_start, ctx_len [..., N] and q_pos [..., N, T]."""
     live = (column >= ctx_start[..., None]) & (column < ctx_len[..., None])
     if hole is not None:
         live &= (column < hole[..., :1]) | (column >= hole[..., 1:])
     distance = q_pos[..., None] - column
-    context = live[:, :, None] & (distance < window)
-    if two_sided:
-        context &= -distance < window
+    sees = live[..., None, :] & (distance < window)
+    return sees & (-distance < window) if two_sided else sees
 
-    slot = jnp.arange(T, dtype=jnp.int32)
+
+def visible_block(q_pos, mask, blk_len, window):
+    """Who sees whom inside the block: booleans [B, N, T, T], [query, key]."""
+    slot = jnp.arange(q_pos.shape[-1], dtype=jnp.int32)
     distance = q_pos[..., :, None] - q_pos[..., None, :]
-    block = (slot < blk_len[..., None])[..., None, :] & (distance < window)
-    if two_sided:
-        block &= -distance < window
-    if isinstance(mask, str):
-        if mask == "causal":
-            block &= slot[:, None] >= slot
-        elif mask != "full":
-            raise ValueError(f"mask is {mask!r}; it must be 'full', 'causal' or a boolean array")
-    else:
-        block &= mask
-    return context, block
+    sees = (slot < blk_len[..., None])[..., None, :] & (distance < window)
+    if mask_is_two_sided(mask):
+        sees &= -distance < window
+    if not isinstance(mask, str):
+        return sees & mask
+    return sees & (slot[:, None] >= slot) if mask == "causal" else sees

@@ -10,7 +10,7 @@ from safetensors.numpy import load_file, save_file
 
 import dflax
 from dflax.cache import KVCache
-from dflax.kernels_pallas.block_attention.reference import visible
+from dflax.kernels_pallas.block_attention.reference import visible_block, visible_context
 from dflax.models import params
 from dflax.models.drafter import greedy_block
 from dflax.models.features import default_taps
@@ -73,10 +73,10 @@ def test_masks_of_both_layer_types(kind):
     config = dflax.load(case.folder / f"drafter_{kind}").config
     S, T = int(case.expected["context_lengths"][1]), config.block_size
     for layer, layer_type in ((0, "sliding_attention"), (2, "full_attention")):
-        context, block = visible(
-            S, jnp.zeros((1, 1), jnp.int32), jnp.full((1, 1), S), S + jnp.arange(T)[None, None],
-            "causal" if config.is_causal(layer) else "full", None, jnp.full((1, 1), T), config.window(layer) or 2**30,
-        )  # fmt: skip
+        mask, window = "causal" if config.is_causal(layer) else "full", config.window(layer) or 2**30
+        start, length, position = jnp.zeros((1, 1), jnp.int32), jnp.full((1, 1), S), S + jnp.arange(T)[None, None]
+        context = visible_context(jnp.arange(S), start, length, position, None, window, mask == "full")
+        block = visible_block(position, mask, jnp.full((1, 1), T), window)
         got = np.concatenate([context[0, 0], block[0, 0]], axis=-1)
         name = next(n for n in case.expected if n.startswith(f"{kind}_mask_round1_{layer_type.split('_')[0]}"))
         np.testing.assert_array_equal(got, case.expected[name].reshape(got.shape), err_msg=name)

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import pytest
 
-from dflax.infer import speculative
+from dflax.infer import denoise, speculative
 
 
 @dataclass(frozen=True)
@@ -31,15 +31,15 @@ class Fault:
 REFERENCE = "dflax.kernels_pallas.block_attention.reference"
 FAULTS = {
     "an anchor sees its own feature": Fault(
-        REFERENCE, "visible", "(column < ctx_len[..., None])", "(column <= ctx_len[..., None])",
+        REFERENCE, "visible_context", "(column < ctx_len[..., None])", "(column <= ctx_len[..., None])",
         "tests.models.test_drafter:test_what_stands_at_or_after_the_anchor_changes_nothing",
     ),
     "the window is one token wider": Fault(
-        REFERENCE, "visible", "context = live[:, :, None] & (distance < window)", "context = live[:, :, None] & (distance <= window)",
+        REFERENCE, "visible_context", "live[..., None, :] & (distance < window)", "live[..., None, :] & (distance <= window)",
         "tests.models.test_drafter:test_sliding_layers", ("noncausal",),
     ),
     "the hidden part of the block is not masked": Fault(
-        REFERENCE, "visible", "block &= slot[:, None] >= slot", "pass",
+        REFERENCE, "visible_block", "sees & (slot[:, None] >= slot) if", "sees if",
         "tests.models.test_decoder:test_logits_and_layer_outputs", ("target_qwen3",),
     ),
     "labels are shifted by one": Fault(
@@ -86,12 +86,37 @@ FAULTS = {
         "dflax.models.moe", "MoE.__call__", "weights /= weights.sum(-1, keepdims=True)", "pass",
         "tests.models.test_decoder:test_logits_and_layer_outputs", ("target_qwen3_moe",),
     ),
+    "a look-ahead ignores what is fixed to the left": Fault(
+        "dflax.infer.extrapolation", "ConfidenceExtrapolation.safe_horizon", " & (h <= self.potential_horizon(coverage))", "",
+        "tests.infer.test_extrapolation:test_horizon_is_the_largest_safe_one_and_none_at_the_coverage_threshold",
+    ),
+    "labels of traces come from another step": Fault(
+        "dflax.train.traces", "agreement", "token == final", "np.roll(token, 1, axis=2) == final",
+        "tests.train.test_traces:test_labels_and_coverage_belong_to_their_step",
+    ),
+    "the moving average feeds on forecasts": Fault(
+        "dflax.models.controller", "Trail.features", "smoothing * raw", "smoothing * confidence",
+        "tests.models.test_controller:test_features_by_hand",
+    ),
+    "a short pass sees its own stale keys": Fault(
+        "dflax.infer.denoise", "short_pass", "hole = jnp.stack([first, first + n], axis=1)", "hole = jnp.stack([first, first], axis=1)",
+        "tests.infer.test_denoise_properties:test_a_short_pass_just_after_the_full_one_equals_it", ("plain", "dual", 0.0),
+    ),
+    "a full pass does not refresh the cache": Fault(
+        "dflax.infer.denoise", "full_step", "replace(state, cache=cache, cached_length", "replace(state, cached_length",
+        "tests.infer.test_denoise:test_one_run_with_a_dual_cache",
+    ),
+    "logits of a shifted model are left where they are": Fault(
+        "dflax.infer.denoise", "_view", "shift = int(model.config.shifted_logits)", "shift = 0",
+        "tests.infer.test_denoise:test_one_run_of_a_shifted_model",
+    ),
 }  # fmt: skip
 
 
 def forget_programs() -> None:
     """Compiled programs hold the code that they were traced from."""
     speculative.program.cache_clear()
+    denoise.program.cache_clear()
     jax.clear_caches()
 
 
