@@ -10,6 +10,8 @@ from jaxtyping import Array, Bool, Int32
 from dflax.cache import KVCache
 from dflax.errors import DflaxError
 
+KINDS = ("none", "prefix", "dual")
+
 
 @dataclass(frozen=True)
 class Cache:
@@ -23,6 +25,9 @@ class Cache:
     kind: Literal["none", "prefix", "dual"] = "none"
     refresh_every: int | None = None
     """A full pass at least every so many steps of a block; None: at its first step only. 1 computes everything always."""
+    suffix_lengths: int = 4
+    """Of a prefix cache: lengths of block and suffix that short passes come in. More compute less behind the last block and take longer
+    to compile."""
     count_empty_pass: bool = False
     """Count the pass that older Fast-dLLM code makes, to no effect, when the full pass already completes a block."""
     unconditional_first: bool = False
@@ -34,12 +39,20 @@ class Cache:
     @classmethod
     def of(cls, value: "Cache | str") -> "Cache":
         """A Cache, or its kind by name; DflaxError if it is none."""
-        cache = cls(value) if isinstance(value, str) else value  # pyright: ignore[reportArgumentType] - checked below
-        if not isinstance(cache, Cache) or cache.kind not in ("none", "prefix", "dual"):
-            raise DflaxError(f'cache is {value!r}; it must be "none", "prefix", "dual" or a dflax.Cache of such a kind')
+        if value in KINDS:
+            return cls(value)  # pyright: ignore[reportArgumentType] - the check is the line before
+        if not isinstance(value, Cache) or value.kind not in KINDS:
+            raise DflaxError(f"cache is {value!r}; it must be {', '.join(KINDS)} or a dflax.Cache of such a kind")
+        cache = value
         every = cache.refresh_every
         if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
             raise DflaxError(f"refresh_every is {every!r}; it must be a whole number of at least 1, or None")
+        if (
+            isinstance(cache.suffix_lengths, bool)
+            or not isinstance(cache.suffix_lengths, int)
+            or cache.suffix_lengths < 1
+        ):
+            raise DflaxError(f"suffix_lengths is {cache.suffix_lengths!r}; it must be a whole number of at least 1")
         return cache
 
 

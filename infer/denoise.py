@@ -29,7 +29,6 @@ from dflax.infer.speculative import merger
 from dflax.models.decoder import Decoder
 
 CHUNK = 64  # rows that a question about the whole canvas sends through the head at once
-SUFFIXES = 4  # lengths that the short passes of a prefix cache come in
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,8 @@ class Plan:
     @property
     def suffixes(self) -> list[int]:
         """Lengths of block and suffix, the longest last: multiples of the block length."""
-        counts = {-(-self.blocks * k // SUFFIXES) for k in range(1, SUFFIXES + 1)}
+        lengths = self.cache.suffix_lengths
+        counts = {-(-self.blocks * k // lengths) for k in range(1, lengths + 1)}
         return [count * self.block_length for count in sorted(counts)]
 
 
@@ -63,6 +63,8 @@ class Request:
     """float32 [B]: w of logits = u + (w + 1) (l - u); read in guided plans only."""
     steps: Int32[Any, ""]
     """int32: steps that the schedule has for a block."""
+    count_empty: Bool[Any, ""]
+    """bool: `Cache.count_empty_pass`."""
     policy: Any
     """The Policy."""
     ahead: Any
@@ -296,9 +298,8 @@ def full_step(model: Decoder, state: CanvasState, plan: Plan, request: Request) 
         state = finish(state, view, block, first.token, first.token, commit, first.raw, request, mask)
     else:
         state = decide(state, view, plan, request, mask)
-    if plan.cache.count_empty_pass:
-        complete = ~jnp.any(slots(state, plan.block_length, mask).masked, axis=1)
-        state = replace(state, nfe=state.nfe + (active & complete))
+    complete = ~jnp.any(slots(state, plan.block_length, mask).masked, axis=1)
+    state = replace(state, nfe=state.nfe + (active & complete & request.count_empty))
     return replace(state, age=jnp.int32(1), passes=state.passes + jnp.array([1, 0], jnp.int32))
 
 

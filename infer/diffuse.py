@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -252,8 +252,13 @@ def _session(
         len(ids), config.vocab_size, temperature=temperature, top_k=top_k, top_p=top_p, stop_ids=ends, seed=seed
     )
     guidance = _guidance(cfg_scale, len(ids))
-    plan = Plan(int(block_length), int(gen_length), cache, guided=bool(np.any(guidance != 0)))
-    request = Request(params, guidance, np.int32(steps // blocks), policy, extrapolation, end_of_text)
+    if end_of_text is not None:  # its tokens travel in `params`, so that others compile nothing
+        end_of_text = replace(end_of_text, tokens=None)
+    plan = Plan(
+        int(block_length), int(gen_length), replace(cache, count_empty_pass=False), guided=bool(np.any(guidance != 0))
+    )
+    count_empty = np.bool_(cache.count_empty_pass)
+    request = Request(params, guidance, np.int32(steps // blocks), count_empty, policy, extrapolation, end_of_text)
     return Denoising(model, ids, plan, request)
 
 

@@ -138,7 +138,7 @@ def at_least_one(
     return jnp.where(jnp.any(commit, axis=1, keepdims=True), commit, best(raw, masked))
 
 
-def linear_quota(entry: Int32[Array, "B"], steps: Int32[Array, "B"], step: Int32[Array, "B"]) -> Int32[Array, "B"]:
+def linear_quota(entry: Int32[Array, "B"], steps: Int32[Array, "..."], step: Int32[Array, "B"]) -> Int32[Array, "B"]:
     """Tokens to commit in this step (LLaDA): the remainder goes to the first steps; 1 past the end of the schedule."""
     steps = jnp.maximum(steps, 1)
     return jnp.where(step < steps, entry // steps + (step < entry % steps), 1)

@@ -101,6 +101,13 @@ def test_stop_tokens_are_the_union(tokenizer):
     assert text.stop_token_ids({}, {}, None) == ()
 
 
+def test_the_end_of_a_turn_is_an_end_where_the_tokenizer_has_it(tokenizer):
+    assert text.turn_end_ids(tokenizer) == text.turn_end_ids(None) == ()
+    llada = byte_level()
+    llada.add_special_tokens({"additional_special_tokens": ["<|other|>", "<|eot_id|>"]})
+    assert text.turn_end_ids(llada) == (259,)
+
+
 def test_tokenizer_of_a_folder(tmp_path, tokenizer):
     assert text.load_tokenizer(tmp_path) is None
     tokenizer.save_pretrained(tmp_path)

@@ -22,7 +22,7 @@ from dflax.models import params
 from dflax.models.decoder import Decoder
 from dflax.models.drafter import Drafter
 from dflax.sharding import parameter_sharding
-from dflax.text import Tokenizer, load_tokenizer, stop_token_ids
+from dflax.text import Tokenizer, load_tokenizer, stop_token_ids, turn_end_ids
 
 ASSETS = Path(__file__).parent / "assets"
 
@@ -146,12 +146,15 @@ def load(
         leaves = fill(shapes, rules, source, dtype, sharding, [*ignore, DRAFT_VOCABULARY], check_finite)
     finally:
         source.close()
+    stops = stop_token_ids(raw, generation, tokenizer)
+    if getattr(config, "bidirectional", False):
+        stops = tuple(sorted({*stops, *turn_end_ids(tokenizer)}))
     return Model(
         config=config,
         module=params.fill(abstract, leaves),
         tokenizer=tokenizer,
         name=os.fspath(name),
-        stop_token_ids=stop_token_ids(raw, generation, tokenizer),
+        stop_token_ids=stops,
         draft_ids=draft_ids,
         raw_config=raw,
     )

@@ -115,6 +115,18 @@ def stop_token_ids(
     return tuple(sorted(ids))
 
 
+END_OF_TURN = ("<|eot_id|>", "<|im_end|>", "<|role_end|>")
+"""What LLaDA, Dream and LLaDA-MoE write when their turn is over; their configs name the end of the text alone."""
+
+
+def turn_end_ids(tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    """Ids of the tokens of `END_OF_TURN` that a tokenizer has."""
+    if tokenizer is None:
+        return ()
+    vocabulary = tokenizer.get_vocab()
+    return tuple(vocabulary[token] for token in END_OF_TURN if token in vocabulary)
+
+
 def decode(tokenizer: Tokenizer, tokens: Iterable[int]) -> str:
     """Tokens -> text without special tokens."""
     return tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)

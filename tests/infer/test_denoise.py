@@ -1,5 +1,7 @@
 """The loop against recorded runs of the published samplers: tokens, the pass that wrote each of them, and the number of passes."""
 
+from functools import cache
+
 import numpy as np
 import pytest
 
@@ -8,18 +10,11 @@ from dflax import policies
 from tests.golden import load_case
 
 
-@pytest.fixture(scope="module")
-def loaded():
-    """Case and model by name, each loaded once."""
-    models = {}
-
-    def get(name, **options):
-        if name not in models:
-            case = load_case(name)
-            models[name] = case, dflax.load(case.folder / "model", **options)
-        return models[name]
-
-    return get
+@cache
+def once(name, **options):
+    """A case and its model, loaded once."""
+    case = load_case(name)
+    return case, dflax.load(case.folder / "model", **options)
 
 
 def runs(name):
@@ -35,9 +30,17 @@ def answers(case, run, prompts):
 LLADA, FAST, DREAM, MOE = runs("llada"), runs("llada_fast"), runs("dream"), runs("llada_moe")
 
 
+def test_one_run_with_a_dual_cache():
+    check_fast(*once("llada_fast"), "fast_dual_threshold_0.7")
+
+
+def test_one_run_of_a_shifted_model():
+    check_dream(*once("dream"), "full_entropy_s7_b2")
+
+
 @pytest.mark.parametrize("name", LLADA)
-def test_the_sampler_of_llada(loaded, name):
-    case, model = loaded("llada")
+def test_the_sampler_of_llada(name):
+    case, model = once("llada")
     run = LLADA[name]
     prompts = case.expected["prompts"][: run["batch"]].tolist()
     settings = {key: run[key] for key in ("gen_length", "block_length", "steps", "cfg_scale")}
@@ -47,8 +50,8 @@ def test_the_sampler_of_llada(loaded, name):
     assert out.nfe == [run["forward_calls"]] * run["batch"]
 
 
-def test_rows_of_different_lengths(loaded):
-    case, model = loaded("llada")
+def test_rows_of_different_lengths():
+    case, model = once("llada")
     real = case.expected["pad_attention_mask"].astype(bool)
     prompts = [ids[mask].tolist() for ids, mask in zip(case.expected["pad_prompts"], real, strict=True)]
     settings = {key: LLADA["gen0"][key] for key in ("gen_length", "block_length", "steps")}
@@ -68,24 +71,33 @@ RULES = {
 
 
 @pytest.mark.parametrize("name", FAST)
-def test_parallel_decoding_with_every_cache(loaded, name):
-    """ "fast" code counts an empty pass where the full one completes a block; "plus" code does not."""
-    case, model = loaded("llada_fast")
+def test_parallel_decoding_with_every_cache(name):
+    check_fast(*once("llada_fast"), name)
+
+
+def check_fast(case, model, name):
+    """Code called fast counts an empty pass where the full one completes a block; that called plus does not."""
     run = FAST[name]
     prompts = case.expected["prompt"].tolist()
-    cache = dflax.Cache(run["cache"], count_empty_pass=run["code"] == "fast" and run["cache"] != "none")
+    # One length of the suffix compiles in a fraction of the time of four; the threshold's runs take all.
+    lengths = 4 if run["rule"] == "threshold" else 1
+    empty = run["code"] == "fast" and run["cache"] != "none"
+    kept = dflax.Cache(run["cache"], suffix_lengths=lengths, count_empty_pass=empty)
     policy = RULES[run["rule"]](run["value"])
-    out = dflax.denoise(model, prompts, 32, 8, run["steps_argument"], policy, cache)
+    out = dflax.denoise(model, prompts, 32, 8, run["steps_argument"], policy, kept)
     assert out.tokens == answers(case, name, prompts)
     np.testing.assert_array_equal(out.commit_steps[0], case.expected[f"{name}_commit_step"])
     assert out.nfe == [run["forward_calls"]]
-    if not cache.count_empty_pass:
+    if not kept.count_empty_pass:
         assert out.stats.full_passes + out.stats.short_passes == run["nfe"]
 
 
 @pytest.mark.parametrize("name", [name for name in DREAM if name.startswith("full")])
-def test_the_samplers_of_dream(loaded, name):
-    case, model = loaded("dream")
+def test_the_samplers_of_dream(name):
+    check_dream(*once("dream"), name)
+
+
+def check_dream(case, model, name):
     run = DREAM[name]
     prompts = case.expected["prompts"][: run["batch"]].tolist()
     policy = policies.Threshold(run["threshold"], budgeted=True) if run["threshold"] else policies.Schedule(run["alg"])
@@ -99,30 +111,30 @@ def test_the_samplers_of_dream(loaded, name):
 
 
 @pytest.mark.parametrize("name", [name for name in DREAM if not name.startswith("full")])
-def test_the_cached_loops_of_dream_as_published(loaded, name):
+def test_the_cached_loops_of_dream_as_published(name):
     """The full pass writes a block's first token unconditionally, and short passes do not see the column before the block."""
-    case, model = loaded("dream")
+    case, model = once("dream")
     run = DREAM[name]
     prompts = case.expected["prompts"][:1].tolist()
     policy = policies.Threshold(run["threshold"]) if run["threshold"] else policies.Schedule(run["alg"])
-    cache = dflax.Cache("dual" if run["dual"] else "prefix", unconditional_first=True)
-    out = dflax.denoise(model, prompts, 24, run["block_length"], run["steps"], policy, cache)
+    kept = dflax.Cache("dual" if run["dual"] else "prefix", suffix_lengths=1, unconditional_first=True)
+    out = dflax.denoise(model, prompts, 24, run["block_length"], run["steps"], policy, kept)
     assert out.tokens == answers(case, name, prompts)
     assert out.nfe == [run["forward_calls"]]
 
 
 @pytest.mark.parametrize("name", MOE)
-def test_the_sampler_of_llada_moe(loaded, name):
-    case, model = loaded("llada_moe", mask_token_id=109)
+def test_the_sampler_of_llada_moe(name):
+    case, model = once("llada_moe", mask_token_id=109)
     run = MOE[name]
     prompts = case.expected["prompt"].tolist()
     out = dflax.denoise(model, prompts, run["gen_length"], run["block_length"], run["steps"])
     assert out.tokens == answers(case, name, prompts)
 
 
-def test_truncation_at_the_most_probable_end_as_published(loaded):
+def test_truncation_at_the_most_probable_end_as_published():
     """Learn2PD's loop without its filter: one token per step, and a cut after the most confident end token anywhere."""
-    case, model = loaded("learn2pd")
+    case, model = once("learn2pd")
     run = runs("learn2pd")["vanilla_eot"]
     prompts = case.expected["prompt"].tolist()
     end = dflax.EndOfText((1,), stop=False, truncate=True, committed=False, floor=0.0, in_order=False, anywhere=True)

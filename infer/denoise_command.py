@@ -1,0 +1,214 @@
+"""`dflax denoise`: prompts from the command line or a file, answers as they come out of the masks or as JSON lines."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+from tyro.conf import Positional
+
+import dflax
+from dflax import controllers, policies, text
+from dflax.errors import DflaxError
+from dflax.infer.canvas import Cache
+from dflax.infer.diffuse import DenoiseOutput, denoise, end_tokens, stream_denoise
+from dflax.infer.endings import EndOfText
+from dflax.infer.generate_command import THINKING
+from dflax.infer.prompts import read
+from dflax.model import Model
+
+MASK = "▁"
+
+POLICIES = {
+    "schedule": policies.Schedule,
+    "random": lambda: policies.Schedule("random"),
+    "entropy": lambda **kw: policies.Schedule("entropy", **kw),
+    "maskgit_plus": lambda **kw: policies.Schedule("maskgit_plus", **kw),
+    "topk_margin": lambda **kw: policies.Schedule("topk_margin", **kw),
+    "origin": lambda: policies.Schedule("origin"),
+    "threshold": policies.Threshold,
+    "factor": policies.Factor,
+    "frechet": policies.Frechet,
+    "credit": policies.Credit,
+    "prophet": policies.Prophet,
+}
+"""By the name used on the command line; "tspd" and "learn2pd" come from a folder."""
+
+LEARNED = {"tspd": policies.TSPD, "learn2pd": policies.Learn2PD}
+
+KNOB = {
+    "threshold": "threshold", "credit": "threshold", "factor": "factor", "frechet": "margin", "entropy": "alg_temp",
+    "maskgit_plus": "alg_temp", "topk_margin": "alg_temp", "tspd": "threshold", "learn2pd": "threshold",
+}  # fmt: skip
+"""What --value sets, where a policy has one number that is tuned."""
+
+PolicyName = Literal[
+    "schedule", "random", "entropy", "maskgit_plus", "topk_margin", "origin", "threshold", "factor", "frechet", "credit",
+    "prophet", "tspd", "learn2pd",
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class DenoiseConfig:
+    """Answer prompts with a diffusion language model.
+
+    A single prompt is answered before the eye, masks turning into text. Several prompts, or a file, are answered with one JSON
+    line each: the prompt's number, text, tokens, forward passes and the pass that wrote each token. Where the tokenizer has a chat
+    template, a prompt of text is put to the model as a user's message.
+    """
+
+    model: Positional[str]
+    """LLaDA, Dream or LLaDA-MoE: a folder, a hub id or a built-in name."""
+    prompts: Positional[tuple[str, ...]] = ()
+    """Texts to answer."""
+    file: Path | None = None
+    """More prompts: .jsonl with objects that have "prompt", "messages" or "prompt_tokens", or any other file with one a line."""
+    raw: bool = False
+    """Take prompts as they are, without the chat template."""
+    thinking: Literal["default", "on", "off"] = "default"
+    """Thinking mode, where the chat template has one."""
+    gen_length: int = 256
+    """Tokens of an answer, a multiple of the block length."""
+    block_length: int = 32
+    """Tokens that are denoised together."""
+    steps: int | None = None
+    """Of the schedule, a multiple of the number of blocks; default: one token per step."""
+    policy: PolicyName = "threshold"
+    """Who gets committed. "schedule" is LLaDA's own sampler."""
+    value: float | None = None
+    """The policy's number: its threshold, factor, margin, or (Dream's rules) alg_temp; default: the published one."""
+    controller: str | None = None
+    """Of "tspd" and "learn2pd": the folder that `dflax train controller` wrote, a hub id or a built-in name."""
+    cache: Literal["none", "prefix", "dual"] = "none"
+    """What of a canvas is not computed again in every pass."""
+    refresh_every: int | None = None
+    """A full pass at least every so many steps of a block; default: at its first step only."""
+    look_ahead: bool = False
+    """Confidence extrapolation in front of the policy."""
+    stop: bool = False
+    """Stop an answer when everything before a written end token is written."""
+    truncate: bool = False
+    """Cut an answer at end tokens that are predicted with 0.9 or more, too."""
+    temperature: float = 0.0
+    """0 takes the most probable token."""
+    top_k: int | None = None
+    """Draw among the k most probable tokens only."""
+    top_p: float | None = None
+    """Draw among the most probable tokens that make up this mass."""
+    cfg_scale: float = 0.0
+    """Guidance away from what the model would write without the prompt."""
+    seed: int = 0
+    """Noise is keyed by this (plus the number of the batch), the prompt's number in the batch, position and step."""
+    mask_token_id: int | None = None
+    """Where the model's config.json lacks it (LLaDA-MoE: 156895)."""
+    batch_size: int = 16
+    """Prompts that are answered together."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of weights, activations and cache."""
+
+
+def run(config: DenoiseConfig) -> None:
+    """Prints the answers."""
+    if config.batch_size < 1:
+        raise DflaxError(f"batch-size is {config.batch_size}; it must be at least 1")
+    given = [] if config.file is None else [prompt for _, _, prompt in read(config.file)]
+    prompts: list[Any] = [*config.prompts, *given]
+    if not prompts:
+        raise DflaxError("there is no prompt; give some after the model, or --file")
+    settings = _settings(config)
+    model = dflax.load(config.model, dtype=config.dtype, mask_token_id=config.mask_token_id)
+    if not config.raw and getattr(model.tokenizer, "chat_template", None):
+        prompts = [[{"role": "user", "content": p}] if isinstance(p, str) else p for p in prompts]
+    if len(prompts) == 1 and config.file is None:
+        _watch(model, prompts, settings, config.gen_length)
+        return
+    for start in range(0, len(prompts), config.batch_size):
+        settings["seed"] = config.seed + start // config.batch_size
+        out = denoise(model, prompts[start : start + config.batch_size], **settings)
+        for number, record in enumerate(_records(out), start):
+            print(json.dumps({"prompt": number, **record}, ensure_ascii=False), flush=True)
+
+
+def build_policy(name: str, value: float | None = None, controller: str | None = None) -> policies.Policy:
+    """A policy by its name on the command line, with its one number and, if it is learned, where its weights are."""
+    if value is not None and name not in KNOB:
+        raise DflaxError(f"policy {name} has no number to tune; --value is for {', '.join(KNOB)}")
+    if (name in LEARNED) != (controller is not None):
+        raise DflaxError(
+            f"policy {name} needs --controller, a folder of trained weights"
+            if name in LEARNED
+            else f"policy {name} is not learned; --controller is for {', '.join(LEARNED)}"
+        )
+    knob = {} if value is None else {KNOB[name]: value}
+    return LEARNED[name].load(controller, **knob) if name in LEARNED else POLICIES[name](**knob)
+
+
+def _settings(config: DenoiseConfig) -> dict[str, Any]:
+    names = ("gen_length", "block_length", "steps", "temperature", "top_k", "top_p", "cfg_scale", "seed")
+    end = EndOfText(stop=config.stop, truncate=config.truncate) if config.stop or config.truncate else None
+    return {name: getattr(config, name) for name in names} | {
+        "policy": build_policy(config.policy, config.value, config.controller),
+        "cache": Cache(config.cache, refresh_every=config.refresh_every),
+        "extrapolation": _look_ahead(config),
+        "end_of_text": end,
+        "enable_thinking": THINKING[config.thinking],
+    }
+
+
+def _look_ahead(config: DenoiseConfig) -> dflax.ConfidenceExtrapolation | None:
+    """The constants fitted with the controller, where there is one."""
+    if not config.look_ahead:
+        return None
+    return (
+        dflax.ConfidenceExtrapolation()
+        if config.controller is None
+        else controllers.load_extrapolation(config.controller)
+    )
+
+
+def _watch(model: Model, prompts: list[Any], settings: dict[str, Any], gen_length: int) -> None:
+    """One answer, redrawn after every pass on a terminal; elsewhere printed when it is done."""
+    pieces = stream_denoise(model, prompts, **settings)
+    ends = set(end_tokens(model, settings["end_of_text"]))
+    answer: list[int | None] = [None] * gen_length
+    nfe = 0
+    console = Console()
+    with Live(console=console, auto_refresh=False, transient=True) as live:
+        for piece in pieces:
+            nfe = piece.nfe
+            for position, token in zip(piece.positions, piece.tokens, strict=True):
+                answer[position] = token
+            if console.is_terminal:
+                live.update(Text(_shown(model, answer)), refresh=True)
+    cut = next((i for i, token in enumerate(answer) if token is None or token in ends), gen_length)
+    print(_shown(model, answer[:cut]))
+    console.print(f"{nfe} forward passes, {cut} tokens", style="dim", highlight=False)
+
+
+def _shown(model: Model, answer: list[int | None]) -> str:
+    """Text with a sign for every masked token; ids where there is no tokenizer."""
+    if model.tokenizer is None:
+        return " ".join(MASK if token is None else str(token) for token in answer)
+    out, run = [], []
+    for token in [*answer, None]:
+        if token is not None:
+            run.append(token)
+            continue
+        out.append(text.decode(model.tokenizer, run) + MASK)
+        run = []
+    return "".join(out).removesuffix(MASK)
+
+
+def _records(out: DenoiseOutput) -> list[dict[str, Any]]:
+    return [
+        {
+            "text": None if out.texts is None else out.texts[row],
+            "tokens": tokens,
+            "nfe": out.nfe[row],
+            "commit_steps": out.commit_steps[row],
+        }
+        for row, tokens in enumerate(out.tokens)
+    ]

@@ -1,0 +1,59 @@
+"""`dflax denoise`: JSON lines for many prompts, text for one, one line for what cannot be."""
+
+import json
+
+import pytest
+
+from dflax import policies
+from dflax.cli import main
+from dflax.errors import DflaxError
+from dflax.infer.denoise_command import build_policy
+from tests.golden import load_case
+
+CASE = load_case("llada")
+MODEL = str(CASE.folder / "model")
+ASK = ["--gen-length", "32", "--block-length", "8", "--steps", "16", "--policy", "schedule"]  # the run gen0
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt_tokens": ids}) + "\n" for ids in CASE.expected["prompts"].tolist()))
+    return str(path)
+
+
+def test_a_file_is_answered_in_json_lines(prompts, capsys):
+    assert main(["denoise", MODEL, "--file", prompts, *ASK]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["prompt"] for line in lines] == [0, 1]
+    assert [line["tokens"] for line in lines] == CASE.expected["gen0_output_ids"][:, 10:].tolist()
+    assert [line["commit_steps"] for line in lines] == CASE.expected["gen0_commit_step"].tolist()
+    assert [line["nfe"] for line in lines] == [16, 16]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--gen-length", "30"], "gen_length 30 is no multiple of block_length 8"),
+        (["--policy", "schedule", "--value", "3"], "policy schedule has no number to tune"),
+        (["--policy", "tspd"], "policy tspd needs --controller"),
+        (["--policy", "threshold", "--controller", "x"], "policy threshold is not learned"),
+        (["--policy", "tspd", "--controller", "/nowhere"], "/nowhere"),
+        (["--mask-token-id", "5"], "config.json says 126"),
+        (["--batch-size", "0"], "batch-size is 0"),
+    ],
+)
+def test_what_is_refused(prompts, capsys, arguments, words):
+    assert main(["denoise", MODEL, "--file", prompts, *ASK, *arguments]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert words in printed.err
+    assert printed.err.count("\n") == 1
+
+
+def test_policies_by_name():
+    assert build_policy("threshold", 0.7) == policies.Threshold(0.7)
+    assert build_policy("frechet") == policies.Frechet(0.25)
+    assert build_policy("entropy", 0.5) == policies.Schedule("entropy", alg_temp=0.5)
+    with pytest.raises(DflaxError, match="no number"):
+        build_policy("origin", 1.0)

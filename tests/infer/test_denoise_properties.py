@@ -1,0 +1,160 @@
+"""What must hold of every answer, for requests that nobody thought of. One shape each: three prompts, 12 tokens in blocks of 4."""
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import dflax
+from dflax import policies
+from dflax.infer.denoise import full_pass, full_step, short_pass
+from dflax.infer.diffuse import _session
+from tests.infer.tiny_diffusion import MASK, TOKENS, diffusion_model
+
+GEN, BLOCK = 12, 4
+MODELS = {"plain": diffusion_model(), "shifted": diffusion_model(shifted=True)}
+PROMPTS = st.lists(st.lists(st.sampled_from(TOKENS), min_size=1, max_size=18), min_size=3, max_size=3)
+CACHES = ["none", dflax.Cache("prefix", suffix_lengths=1), "dual"]
+KINDS = ["none", "prefix", "dual"]
+few = settings(max_examples=6, deadline=None, derandomize=True)
+
+
+def answer(kind, prompts, policy, cache="none", **settings):
+    out = dflax.denoise(MODELS[kind], prompts, GEN, BLOCK, policy=policy, cache=cache, **settings)
+    assert not any(MASK in tokens for tokens in out.tokens)
+    return out
+
+
+@pytest.mark.parametrize("cache", CACHES, ids=KINDS)
+@pytest.mark.parametrize("kind", MODELS)
+@few
+@given(prompts=PROMPTS, temperature=st.sampled_from([0.0, 0.7]))
+def test_a_policy_that_never_commits_early_is_plain_decoding(kind, cache, prompts, temperature):
+    plain = answer(kind, prompts, policies.Schedule(), cache, temperature=temperature)
+    assert plain.nfe == [GEN] * 3
+    slow = answer(kind, prompts, policies.Threshold(2.0), cache, temperature=temperature)
+    assert (slow.tokens, slow.commit_steps) == (plain.tokens, plain.commit_steps)
+
+
+@pytest.mark.parametrize("cache", ["prefix", "dual"])
+@few
+@given(prompts=PROMPTS, threshold=st.sampled_from([0.3, 0.5, 0.9]))
+def test_a_cache_refreshed_in_every_step_is_no_cache(cache, prompts, threshold):
+    policy = policies.Threshold(threshold)
+    fresh = answer("plain", prompts, policy, dflax.Cache(cache, refresh_every=1))
+    none = answer("plain", prompts, policy)
+    assert (fresh.tokens, fresh.commit_steps, fresh.nfe) == (none.tokens, none.commit_steps, none.nfe)
+
+
+@pytest.mark.parametrize(
+    "cache", [*CACHES[:2], dflax.Cache("dual", refresh_every=2)], ids=["none", "prefix", "dual_refreshed"]
+)
+@few
+@given(prompts=PROMPTS, others=PROMPTS, temperature=st.sampled_from([0.0, 0.7]), threshold=st.sampled_from([0.3, 0.6]))
+def test_a_row_does_not_know_its_neighbours(cache, prompts, others, temperature, threshold):
+    """Other prompts, lengths, temperatures and finish times beside it change nothing."""
+    policy = policies.Threshold(threshold)
+    end = dflax.EndOfText((2,), truncate=True, floor=0.3, anywhere=True)
+    ask = lambda prompts, temperatures: answer(
+        "plain",
+        prompts,
+        policy,
+        cache,
+        end_of_text=end,
+        temperature=temperatures,
+        extrapolation=dflax.ConfidenceExtrapolation(),
+    )
+    first = ask(prompts, [temperature, 0.0, 0.3])
+    second = ask([prompts[0], *others[1:]], [temperature, 0.9, 0.0])
+    assert first.tokens[0] == second.tokens[0]
+    assert first.commit_steps[0] == second.commit_steps[0]
+    assert first.nfe[0] == second.nfe[0]
+
+
+def test_alone_as_in_a_batch():
+    prompts = [[1, 2, 3, 4, 5, 0, 1], [4], [3, 3, 0, 5]]
+    batch = answer("shifted", prompts, policies.Threshold(0.5), "dual")
+    for prompt, tokens, nfe in zip(prompts, batch.tokens, batch.nfe, strict=True):
+        alone = answer("shifted", [prompt], policies.Threshold(0.5), "dual")
+        assert (alone.tokens, alone.nfe) == ([tokens], [nfe])
+
+
+@pytest.mark.parametrize("guidance", [0.0, 1.5])
+@pytest.mark.parametrize("cache", ["prefix", "dual"])
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_short_pass_just_after_the_full_one_equals_it(kind, cache, guidance):
+    """On an unchanged canvas, at the rows of every block of rows of different lengths; a truncated row too."""
+    model = MODELS[kind]
+    prompts = [[1, 2, 3, 4, 5, 0, 1], [4], [3, 3, 0, 5]]
+    session = _session(
+        model, prompts, GEN, BLOCK, None, policies.Threshold(0.4), cache, None, None, 0.0, None, None, guidance, 0, None
+    )
+    step = jax.jit(full_step, static_argnums=2)
+    state = session.state
+    for _ in range(3):
+        state = step(model.module, state, session.plan, session.request)
+    state = state.__class__(**(vars(state) | {"length": state.length.at[0].add(-3)}))
+    view, kept = jax.jit(full_pass, static_argnums=2)(model.module, state, session.plan, session.request)
+    state = state.__class__(**(vars(state) | {"cache": kept, "cached_length": state.length}))
+    short = jax.jit(short_pass, static_argnums=2)(model.module, state, session.plan, session.request)
+    live = np.asarray(state.block)[:, None] * BLOCK + np.arange(BLOCK) < np.array([[GEN - 3], [GEN], [GEN]])
+    np.testing.assert_allclose(np.asarray(short.logits)[live], np.asarray(view.logits)[live], atol=2e-5)
+
+
+@pytest.mark.parametrize("cache", CACHES, ids=KINDS)
+def test_finished_rows_never_change_and_pieces_add_up(cache):
+    prompts = [[1, 2, 3], [4], [3, 3, 0, 5, 1, 1]]
+    asked = {"policy": policies.Threshold(0.4), "cache": cache, "end_of_text": dflax.EndOfText((2,))}
+    whole = dflax.denoise(MODELS["plain"], prompts, GEN, BLOCK, **asked)
+    for passes in (1, 2):
+        answers = [{} for _ in prompts]
+        last = {}
+        for piece in dflax.stream_denoise(MODELS["plain"], prompts, GEN, BLOCK, **asked, passes_per_call=passes):
+            assert piece.row not in last, "a finished row wrote again"
+            assert piece.positions == sorted(piece.positions)
+            assert not set(piece.positions) & set(answers[piece.row]), "a written token was written again"
+            answers[piece.row] |= dict(zip(piece.positions, piece.tokens, strict=True))
+            if piece.done:
+                last[piece.row] = piece.nfe
+        assert [last[row] for row in range(3)] == whole.nfe
+        for tokens, steps, got in zip(whole.tokens, whole.commit_steps, answers, strict=True):
+            assert got == {i: token for i, (token, step) in enumerate(zip(tokens, steps, strict=True)) if step >= 0}
+
+
+def test_an_early_stop_keeps_the_answer_and_saves_passes():
+    prompts = [[1, 2, 3], [4], [3, 3, 0, 5, 1, 1]]
+    whole = answer("plain", prompts, policies.Schedule())
+    for end in TOKENS:
+        short = answer("plain", prompts, policies.Schedule(), end_of_text=dflax.EndOfText((end,)))
+        for long, cut, steps, nfe in zip(whole.tokens, short.tokens, short.commit_steps, short.nfe, strict=True):
+            n = long.index(end) + 1 if end in long else GEN
+            assert cut == long[:n] + [end] * (GEN - n)
+            assert steps[n:] == [-1] * (GEN - n)
+            assert nfe == max(steps) + 1
+
+
+def test_switches_for_end_tokens():
+    prompts = [[1, 2, 3], [4], [3, 3, 0, 5, 1, 1]]
+    plain = answer("plain", prompts, policies.Schedule())
+    first = [tokens[steps.index(0)] for tokens, steps in zip(plain.tokens, plain.commit_steps, strict=True)]
+    end = max(set(first), key=first.count)
+    forbidden = answer("plain", prompts, policies.Schedule(), end_of_text=dflax.EndOfText((end,), forbid=True))
+    assert not any(end in tokens for tokens in forbidden.tokens)
+    delayed = answer("plain", prompts, policies.Schedule(), end_of_text=dflax.EndOfText((end,), stop=False, delay=True))
+    for tokens, steps, before in zip(delayed.tokens, delayed.commit_steps, first, strict=True):
+        assert before != end or tokens[steps.index(0)] != end
+
+
+def test_seeds():
+    prompts = [[1, 2, 3]] * 3
+    draw = lambda seed: answer("plain", prompts, policies.Schedule(), temperature=1.0, seed=seed).tokens
+    assert draw(1) == draw(1) != draw(2)
+    assert len({tuple(tokens) for tokens in draw(1)}) == 3  # prompts of one batch draw apart
+
+
+@pytest.mark.parametrize("rule", ["origin", "entropy"])
+def test_rules_that_draw_write_everything(rule):
+    out = answer("shifted", [[1, 2, 3], [4], [5, 0]], policies.Schedule(rule, alg_temp=0.3), temperature=0.5, top_p=0.9)
+    assert all(-1 not in steps for steps in out.commit_steps)
+    assert out.nfe == [GEN] * 3
