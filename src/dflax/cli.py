@@ -36,6 +36,9 @@ COMMANDS = {
     "generate": Command(
         "continue prompts, with a drafter or without", "dflax.infer.generate_command", "GenerateConfig"
     ),
+    "denoise": Command(
+        "answer prompts with a diffusion language model", "dflax.infer.denoise_command", "DenoiseConfig"
+    ),
     "bench": Command("measure speed and acceptance on sets of prompts", "dflax.infer.bench", "BenchConfig"),
     "inspect": Command("say what a checkpoint is and which of its keys matter", "dflax.inspection", "InspectConfig"),
     "distill": Command(
