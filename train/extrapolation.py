@@ -89,7 +89,7 @@ def _likelihood(noises: Noises, settings: ConfidenceExtrapolation, y: Array, tok
     """Mean negative log-likelihood of the innovations, mean squared standardised innovation, and their number; arrays are [S, R]."""
 
     def step(trend, now):
-        trend, innovation, s = advance(trend, *now, noises, settings)
+        trend, innovation, s = advance(trend, *now, noises=noises, settings=settings)
         counts = now[2] & (trend.seen > 1)
         return trend, (jnp.where(counts, jnp.log(2 * jnp.pi * s) + innovation**2 / s, 0) / 2, innovation**2 / s, counts)
 
@@ -104,7 +104,7 @@ def _below_bound(ce: ConfidenceExtrapolation, h: int, y: Array, token: Array, ob
     @jax.jit
     def measure(y: Float[Array, "S R"], token: Int32[Array, "S R"], observed: Array) -> Any:
         def step(trend, now):
-            trend, _, _ = advance(trend, *now, ce.noises, ce)
+            trend, _, _ = advance(trend, *now, noises=ce.noises, settings=ce)
             level, variance = forecast(trend, jnp.int32(h), ce.noises)
             return trend, (level - ce.z * jnp.sqrt(variance + ce.observation_noise), trend.seen)
 

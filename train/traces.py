@@ -47,7 +47,8 @@ class Traces:
         """Without the steps that no block took."""
         used = np.flatnonzero(self.masked.any(axis=(0, 1, 3)))
         last = int(used[-1]) + 1 if len(used) else 1
-        return Traces(*(getattr(self, f.name)[:, :, :last] for f in fields(self)[:-1]), self.final)
+        cut = {f.name: getattr(self, f.name)[:, :, :last] for f in fields(self) if f.name != "final"}
+        return Traces(**cut, final=self.final)
 
     def passes(self) -> float:
         """Mean number of steps per block."""

@@ -177,6 +177,7 @@ def fit(
       loss_fn: `(params, batch, key) -> (scalar loss, dict of scalar metrics)`, jitted here; with `frozen` a fourth argument follows.
         A metric named "tokens" is counted (tokens/s), every other is averaged between two log lines.
       evaluate: `(params, step) -> dict of numbers`, written as "eval/NAME"; must not keep the arrays (they are donated afterwards).
+        A true "stop" among them ends the training there.
       frozen: arrays the loss needs and must not train (a target, an embedding): an argument, never a constant of the compiled step.
       mesh: instead of `config.mesh`.
       axes: logical axes by key path of a parameter (`sharding.tree_shardings`).
@@ -212,14 +213,14 @@ class _Run:
         self.waiting: list[Metrics] = []
         self.seconds = 0.0
         if start is None:
-            self.step = 0
+            self.step, self.enough = 0, False
             init = jax.jit(lambda p: _first_state(p, optimizer), out_shardings=shardings)
             self.state = init(params)
         else:
             self.step = start
             named, saved = self.checkpoints.restore(start, _named(abstract))
             self.state = jax.tree.unflatten(jax.tree.structure(abstract), [named[name] for name in _named(abstract)])
-            self.waiting, self.seconds = saved["waiting"], saved["seconds"]
+            self.waiting, self.seconds, self.enough = saved["waiting"], saved["seconds"], saved.get("enough", False)
             self._say(f"resuming {out} at step {start} of {self.total}")
         self.saved_at = start
         self.out = out
@@ -239,6 +240,8 @@ class _Run:
 
     def train(self) -> PyTree:
         config = self.config
+        if self.enough:
+            return self.state.params
         source = _prefetch(lambda step: _place_batch(self.batches.batch_at(step), self.mesh), self.step, self.total)
         hidden = not (self.main and sys.stderr.isatty())
         bar = tqdm(total=self.total, initial=self.step, disable=hidden, dynamic_ncols=True, unit="step")
@@ -264,12 +267,14 @@ class _Run:
                 if logs:
                     bar.set_postfix(loss=f"{self._log_line():.4f}")
                 if evaluates and self.evaluate is not None:
-                    self._evaluate()
+                    self.enough = self._evaluate()
                     now = time.perf_counter()
                     self.seconds, clock = self.seconds + now - clock, now
                     self.logged_at = self.logged_at[0], self.seconds if logs else self.logged_at[1]
-                if saves:
+                if saves or self.enough:
                     self._save()
+                if self.enough:
+                    break
                 if stop.requested and not last:
                     raise Stopped(
                         f"stopped by {stop.name} at step {self.step} of {self.total}; the checkpoint is in "
@@ -317,18 +322,22 @@ class _Run:
             self.log.write(self.step, line)
         return line["loss"]
 
-    def _evaluate(self) -> None:
+    def _evaluate(self) -> bool:
+        """Writes what `evaluate` finds; returns whether it says stop."""
         assert self.evaluate is not None
-        found = {f"eval/{name}": float(value) for name, value in self.evaluate(self.state.params, self.step).items()}
+        values = dict(self.evaluate(self.state.params, self.step))
+        enough = bool(values.pop("stop", False))
+        found = {f"eval/{name}": float(value) for name, value in values.items()}
         if self.log is not None:
             self.log.write(self.step, found)
             metrics_module.plot(self.out / "metrics.jsonl", self.out / "metrics.png")
         self._say(f"step {self.step}: " + ", ".join(f"{name} {value:.4g}" for name, value in found.items()))
+        return enough
 
     def _save(self) -> None:
         if self.saved_at == self.step:
             return
-        metadata = {"waiting": self.waiting, "seconds": self.seconds}
+        metadata = {"waiting": self.waiting, "seconds": self.seconds, "enough": self.enough}
         self.checkpoints.save(self.step, _named(self.state), metadata)
         self.saved_at = self.step
 

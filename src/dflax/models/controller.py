@@ -61,6 +61,10 @@ class LSTMLayer(nnx.Module):
 
     gates, memory = 4, 2
 
+    input_weight: nnx.Param
+    state_weight: nnx.Param
+    bias: nnx.Param
+
     def __init__(self, in_size: int, size: int, *, rngs: nnx.Rngs):
         _recurrent_params(self, in_size, size, rngs)
 
@@ -80,6 +84,10 @@ class GRULayer(nnx.Module):
     """Gates r, u, n with one bias each; the reset gate acts on the state's share of n."""
 
     gates, memory = 3, 1
+
+    input_weight: nnx.Param
+    state_weight: nnx.Param
+    bias: nnx.Param
 
     def __init__(self, in_size: int, size: int, *, rngs: nnx.Rngs):
         _recurrent_params(self, in_size, size, rngs)
