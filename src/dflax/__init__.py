@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from dflax.errors import DflaxError
 
 if TYPE_CHECKING:
-    from dflax import policies
+    from dflax import controllers, policies
     from dflax.infer.canvas import Cache
     from dflax.infer.diffuse import denoise, stream_denoise
     from dflax.infer.endings import EndOfText
@@ -39,6 +39,7 @@ __all__ = [
     "EndOfText",
     "Model",
     "__version__",
+    "controllers",
     "denoise",
     "generate",
     "load",
@@ -50,8 +51,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "policies":
-        return importlib.import_module("dflax.policies")
+    if name in ("controllers", "policies"):
+        return importlib.import_module(f"dflax.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'dflax' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOME[name]), name)
