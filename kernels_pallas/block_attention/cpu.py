@@ -14,6 +14,10 @@ from dflax.kernels_pallas.block_attention import reference
 from dflax.kernels_pallas.block_attention.reference import FLOOR, NEGATIVE
 
 TILE = 128
+"""Columns that are read together."""
+
+WHOLE = 2**16
+"""Keys of a layer, in elements, up to which the reference is as fast and compiles sooner."""
 
 
 def attend(

@@ -70,7 +70,8 @@ def test_the_cpu_reads_in_tiles_what_the_definition_reads_whole(mask, cap, data)
     np.testing.assert_allclose(got, expected, rtol=2e-5, atol=2e-6)
 
 
-def test_dead_columns_are_not_read():
+def test_dead_columns_are_not_read(monkeypatch):
+    monkeypatch.setattr(cpu, "WHOLE", 0)
     q, k, v, k_blk, v_blk = arrays()
     length = jnp.asarray([[0], [5], [128]], jnp.int32)
     tile = -(-length // cpu.TILE) * cpu.TILE
@@ -86,7 +87,8 @@ def test_dead_columns_are_not_read():
 
 
 @pytest.mark.parametrize("n", [1, 2])
-def test_gradients(n):
+def test_gradients(n, monkeypatch):
+    monkeypatch.setattr(cpu, "WHOLE", 0)
     given_, length = arrays(n=n), jnp.asarray([[7], [0], [299]], jnp.int32) * jnp.ones((1, n), jnp.int32)
     position = length[..., None] + jnp.arange(T, dtype=jnp.int32)
     more = {"ctx_start": jnp.minimum(length, 2), "q_pos": position, "blk_len": jnp.full_like(length, T)}
@@ -111,7 +113,9 @@ def test_gradients(n):
         np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-6)
 
 
-def test_a_query_that_sees_nothing_gives_zero_and_passes_no_gradient():
+@pytest.mark.parametrize("whole", [0, cpu.WHOLE])
+def test_a_query_that_sees_nothing_gives_zero_and_passes_no_gradient(whole, monkeypatch):
+    monkeypatch.setattr(cpu, "WHOLE", whole)
     given_ = arrays()
     nothing = jnp.zeros((B, 1), jnp.int32)
     position = jnp.zeros((B, 1, T), jnp.int32)
