@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from dflax.errors import DflaxError
 from dflax.infer.extrapolation import ConfidenceExtrapolation, Trend, forecast, left_coverage
@@ -101,6 +103,30 @@ def test_horizon_is_the_largest_safe_one_and_none_at_the_coverage_threshold():
             np.testing.assert_allclose(uncertainty[slot], np.sqrt(spread), rtol=1e-3)
         raised = int(np.sum(np.asarray(confidence) > sigmoid(ys[-1]) + 1e-4))
         assert (raised == 0) if coverage == 0.6 else raised > 5
+
+
+variance = st.floats(1e-3, 1.0)
+constants = st.builds(
+    ConfidenceExtrapolation, coverage=st.floats(0.0, 0.9), z=st.floats(0.0, 3.0), min_confidence=st.floats(0.3, 0.99),
+    level_noise=variance, velocity_noise=variance, observation_noise=variance, initial_velocity_variance=variance,
+    min_observations=st.integers(1, 4),
+)  # fmt: skip
+
+
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(ce=constants, seed=st.integers(0, 999), share=st.floats(0.0, 1.0), h=st.integers(0, 20))
+def test_whatever_the_constants(ce, seed, share, h):
+    """One program for all: the forecast is the matrix form's, nothing is lowered, and nothing raised without coverage."""
+    ys = np.clip(trace(seed), -6, 6)
+    raw = sigmoid(ys[-1]).astype(np.float32)
+    trend, confidence, _ = run(ce, ys, share)
+    assert np.all(np.asarray(confidence) >= raw)
+    if share <= ce.coverage:
+        np.testing.assert_array_equal(confidence, raw)
+    level, spread = forecast(trend, jnp.int32(h), ce.noises)
+    for slot in [(0, 3), (1, 30)]:
+        want = ahead(*kalman(ys[(slice(None), *slot)], ce), h, ce)
+        np.testing.assert_allclose((level[slot], spread[slot]), want, rtol=2e-3, atol=1e-3)
 
 
 def test_a_confidence_is_never_lowered_but_by_the_printed_equations():

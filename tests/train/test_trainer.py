@@ -179,6 +179,22 @@ def test_evaluate_is_called_and_logged(tmp_path):
     assert found[-1] < found[0]
 
 
+def test_evaluate_ends_a_run_for_good(tmp_path):
+    calls = []
+
+    def evaluate(params, step):
+        calls.append(step)
+        return {"w": float(params["w"][0, 0]), "stop": step >= 30}
+
+    run = lambda: fit(start(), loss_fn, Regression(), config(tmp_path, eval_every=15), evaluate=evaluate)
+    ended = run()
+    assert calls == [15, 30]
+    assert not equal(ended, fit(start(), loss_fn, Regression(), config(tmp_path / "whole", eval_every=15)))
+    assert equal(run(), ended)
+    assert calls == [15, 30]
+    assert all("eval/stop" not in row for row in metrics.read(tmp_path / "metrics.jsonl"))
+
+
 def test_frozen_is_an_argument_and_is_not_trained(tmp_path):
     def with_frozen(params, batch, key, frozen):
         return loss_fn({"w": params["w"] @ frozen["mix"], "b": params["b"]}, batch, key)
