@@ -19,6 +19,9 @@ from dflax.models.controller import AcceptanceFilter, Controller, build
 KINDS = {"tspd_controller": ControllerConfig, "learn2pd_filter": FilterConfig}
 """model_type in config.json -> what the other keys are the fields of."""
 
+FOLDERS = {"tspd_controller": "controller", "learn2pd_filter": "filter"}
+"""Where they lie inside the folder of the model that they were trained for, and of the run that trained them."""
+
 EXTRAPOLATION = "extrapolation.json"
 
 
@@ -29,8 +32,11 @@ def save(folder: str | os.PathLike[str], module: Controller | AcceptanceFilter) 
 
 
 def load(name: str | os.PathLike[str], kind: str) -> Any:
-    """A Controller (kind "tspd_controller") or an AcceptanceFilter ("learn2pd_filter") from a folder, a hub id or a built-in name."""
-    path = locate(os.fspath(name))
+    """A Controller (kind "tspd_controller") or an AcceptanceFilter ("learn2pd_filter").
+
+    name: a folder, a hub id or a built-in name, of its own or of the model that it comes with.
+    """
+    path = _home(name, FOLDERS[kind], "config.json")
     raw = huggingface.config(path)
     if raw.get("model_type") != kind:
         raise DflaxError(f"{name} is {raw.get('model_type')!r} by its config.json, not {kind!r}")
@@ -56,7 +62,13 @@ def save_extrapolation(folder: str | os.PathLike[str], constants: ConfidenceExtr
 
 def load_extrapolation(name: str | os.PathLike[str]) -> ConfidenceExtrapolation:
     """The constants fitted with a controller, from its folder or name."""
-    path = locate(os.fspath(name)) / EXTRAPOLATION
+    path = _home(name, FOLDERS["tspd_controller"], EXTRAPOLATION) / EXTRAPOLATION
     constants = configs.build(ConfidenceExtrapolation, huggingface.read_json(path), f"{path}")
     constants.check()
     return constants
+
+
+def _home(name: str | os.PathLike[str], inner: str, file: str) -> Path:
+    """The folder of this name, or the one inside it that has the file."""
+    path = locate(os.fspath(name))
+    return path / inner if (path / inner / file).is_file() else path

@@ -143,6 +143,8 @@ def test_folder_and_back(tmp_path, config, kind):
     constants = ConfidenceExtrapolation(z=1.5, literal=True)
     controllers.save_extrapolation(tmp_path / "judge", constants)
     assert controllers.load_extrapolation(tmp_path / "judge") == constants
+    (tmp_path / "judge").rename(tmp_path / controllers.FOLDERS[kind])  # beside the model that it comes with
+    assert controllers.load(tmp_path, kind).config == config
 
 
 def test_wrong_folders(tmp_path):
