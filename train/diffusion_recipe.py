@@ -135,19 +135,24 @@ def train_diffusion(recipe: DiffusionRecipe) -> Path:
     return folder
 
 
-def exact_match(model: Model, count: int, gen_length: int, block_length: int, **options: Any) -> dict[str, float]:
+def exact_match(
+    model: Model, count: int, gen_length: int = 64, block_length: int = 32, batch: int = 64, **options: Any
+) -> dict[str, float]:
     """Share of stories answered with the right value: {"validation": unseen numbers, "test": unseen numbers and skeletons}.
 
-    Plain decoding, one token per step, where `options` (of `dflax.denoise`) do not say otherwise.
+    Plain decoding, one token per step, where `options` (of `dflax.denoise`) do not say otherwise; `batch` problems at a time.
     """
     from dflax.infer.diffuse import denoise
 
     found = {}
     for split in ("validation", "test"):
-        drawn = list(stories.stories(0, split, count))
-        answers = denoise(model, [p.prompt for p in drawn], gen_length=gen_length, block_length=block_length, **options)
-        assert answers.texts is not None
-        right = [problem.check(written) for problem, written in zip(drawn, answers.texts, strict=True)]
+        right = []
+        for start in range(0, count, batch):
+            drawn = list(stories.stories(0, split, min(batch, count - start), start))
+            prompts = [problem.prompt for problem in drawn]
+            texts = denoise(model, prompts, gen_length=gen_length, block_length=block_length, **options).texts
+            assert texts is not None
+            right += [problem.check(written) for problem, written in zip(drawn, texts, strict=True)]
         found[f"{split}_exact_match"] = float(np.mean(right))
     return found
 
