@@ -28,12 +28,19 @@ def candidates(
     key: Key[Array, "B T"],
     mask_token_id: int,
     tempered: bool = False,
+    sampled: bool = True,
 ) -> Candidates:
     """One candidate per slot: the argmax, or at a temperature a draw. The mask token is never one.
 
     tempered: confidences after temperature, top-k and top-p (as published for Dream), where at temperature 0 top-k and top-p act on
-    the plain distribution; else of the plain distribution over the whole vocabulary.
+    the plain distribution; else of the plain distribution over the whole vocabulary. sampled: False where no row has a
+    temperature, nor (tempered) top-k or top-p: a smaller program, same result.
     """
+    is_mask = jnp.arange(logits.shape[-1], dtype=jnp.int32) == mask_token_id
+    allowed = jnp.where(is_mask, -jnp.inf, logits)
+    best = jnp.argmax(allowed, axis=-1).astype(jnp.int32)
+    if not sampled:
+        return Candidates(logits, best, probability(logits, best))
     warm = params.temperature > 0
     per_slot = lambda v: jnp.broadcast_to(v[:, None], logits.shape[:2])
     scale, top_k, top_p = (
@@ -42,9 +49,6 @@ def candidates(
         per_slot(params.top_p),
     )
     seen = filtered_logprobs(logits, scale, top_k, top_p) if tempered else logits
-    is_mask = jnp.arange(logits.shape[-1], dtype=jnp.int32) == mask_token_id
-    allowed = jnp.where(is_mask, -jnp.inf, logits)
-    best = jnp.argmax(allowed, axis=-1).astype(jnp.int32)
 
     def draw() -> Int32[Array, "B T"]:
         drawn = filtered_logprobs(allowed, scale, top_k, top_p) + gumbel_of(key, logits.shape[-1])

@@ -39,6 +39,8 @@ class Plan:
     gen_length: int
     cache: Cache
     guided: bool
+    sampled: bool
+    """Whether any row draws its candidates (`candidates`)."""
 
     @property
     def blocks(self) -> int:
@@ -94,7 +96,8 @@ def full_pass(model: Decoder, state: CanvasState, plan: Plan, request: Request) 
 
 def short_pass(model: Decoder, state: CanvasState, plan: Plan, request: Request) -> View:
     """The active blocks, with a prefix cache all behind them too."""
-    cache = plan.cache
+    cache, kept = plan.cache, state.cache
+    assert kept is not None
     lead = 1 if model.config.shifted_logits and not cache.unconditional_first else 0
     first = first_column(state, plan.block_length) - lead
 
@@ -109,7 +112,7 @@ def short_pass(model: Decoder, state: CanvasState, plan: Plan, request: Request)
         else:
             ctx, hole = first, None
         tokens, n, at, ctx, hole = _with_unconditional(model, state, plan, tokens, n, first, ctx, hole)
-        x = model.stretch(tokens, state.cache, at, n, ctx, hole)
+        x = model.stretch(tokens, kept, at, n, ctx, hole)
         return _view(model, state, plan, request, x, first)
 
     if cache.kind == "dual":
@@ -204,7 +207,7 @@ def decide(state: CanvasState, view: View, plan: Plan, request: Request, mask: i
     logits = without(view.logits, params.stop_ids) if end is not None and end.forbid else view.logits
     policy_state, logits = policy.refine(state.policy, logits, block.masked)
     step_keys = lambda noise: _step_keys(params, block.column, state.nfe, noise)
-    seen = candidates(logits, params, step_keys(Noise.DENOISE), mask, policy.tempered)
+    seen = candidates(logits, params, step_keys(Noise.DENOISE), mask, policy.tempered, plan.sampled)
     is_end = _is_end(seen.token, params)
     raw = jnp.where(is_end, 0.0, seen.raw) if end is not None and end.delay else seen.raw
     fixed = block.live & ~block.masked
@@ -289,9 +292,8 @@ def full_step(model: Decoder, state: CanvasState, plan: Plan, request: Request) 
     state = replace(state, cache=cache, cached_length=state.length)
     if plan.cache.unconditional_first:
         block = slots(state, plan.block_length, mask)
-        first = candidates(
-            view.logits, request.params, _step_keys(request.params, block.column, state.nfe, Noise.DENOISE), mask
-        )
+        key = _step_keys(request.params, block.column, state.nfe, Noise.DENOISE)
+        first = candidates(view.logits, request.params, key, mask, sampled=plan.sampled)
         at_first = jnp.arange(plan.block_length, dtype=jnp.int32) == 0
         commit = block.masked & at_first
         state = write(state, block, first.token, commit, active)

@@ -84,10 +84,15 @@ class Written:
 
 
 class Denoising:
-    """Prompts being answered, seen from the host: arrays go in, the compiled programs run, small arrays come out."""
+    """Prompts being answered, seen from the host: arrays go in, the compiled programs run, small arrays come out.
 
-    def __init__(self, model: Model, prompts: Sequence[Sequence[int]], plan: Plan, request: Request):
-        self.model, self.plan = model, plan
+    ends: the end tokens; the first fills what is cut.
+    """
+
+    def __init__(
+        self, model: Model, prompts: Sequence[Sequence[int]], plan: Plan, request: Request, ends: Sequence[int] = ()
+    ):
+        self.model, self.plan, self.ends = model, plan, ends
         self.lengths = np.array([len(prompt) for prompt in prompts], np.int32)
         tokens = np.zeros((len(prompts), columns(int(self.lengths.max()) + plan.gen_length)), np.int32)
         for row, prompt in zip(tokens, prompts, strict=True):
@@ -205,15 +210,13 @@ def _session(
 ) -> Denoising:  # fmt: skip
     """Everything a user gave, checked; nothing is computed yet."""
     config, mask = check_diffusion(model)
+    steps = gen_length if steps is None else steps
     for name, value in {"gen_length": gen_length, "block_length": block_length, "steps": steps}.items():
-        if value is None and name == "steps":
-            continue
         if isinstance(value, bool) or not hasattr(value, "__index__") or not 1 <= value < 2**20:
             raise DflaxError(f"{name} is {value!r}; it must be a whole number of at least 1")
     if gen_length % block_length:
         raise DflaxError(f"gen_length {gen_length} is no multiple of block_length {block_length}")
     blocks = gen_length // block_length
-    steps = gen_length if steps is None else steps
     if steps % blocks:
         raise DflaxError(f"steps {steps} is no multiple of the {blocks} blocks (gen_length / block_length)")
     cache = Cache.of(cache)
@@ -254,12 +257,17 @@ def _session(
     guidance = _guidance(cfg_scale, len(ids))
     if end_of_text is not None:  # its tokens travel in `params`, so that others compile nothing
         end_of_text = replace(end_of_text, tokens=None)
+    sampled = bool(np.any(np.asarray(temperature, np.float64) > 0))
     plan = Plan(
-        int(block_length), int(gen_length), replace(cache, count_empty_pass=False), guided=bool(np.any(guidance != 0))
+        block_length=int(block_length),
+        gen_length=int(gen_length),
+        cache=replace(cache, count_empty_pass=False),
+        guided=bool(np.any(guidance != 0)),
+        sampled=sampled or (policy.tempered and not (top_k is None and top_p is None)),
     )
     count_empty = np.bool_(cache.count_empty_pass)
     request = Request(params, guidance, np.int32(steps // blocks), count_empty, policy, extrapolation, end_of_text)
-    return Denoising(model, ids, plan, request)
+    return Denoising(model, ids, plan, request, ends)
 
 
 def end_tokens(model: Model, end_of_text: EndOfText | None) -> list[int]:
@@ -283,13 +291,13 @@ def _guidance(value: Any, batch: int) -> np.ndarray:
 def _answers(session: Denoising, written: Written) -> tuple[list[list[int]], list[list[int]]]:
     """The generated regions, filled up behind their cuts, and the pass that wrote each token."""
     G = session.plan.gen_length
-    ends = np.asarray(session.request.params.stop_ids[:, 0])
     tokens, steps = [], []
     for row, start in enumerate(session.lengths):
         region = written.tokens[row, start : start + G].copy()
         when = written.commit_step[row, start : start + G].copy()
-        region[written.length[row] - start :] = ends[row]
-        when[written.length[row] - start :] = -1
+        if written.length[row] < start + G:
+            region[written.length[row] - start :] = session.ends[0]
+            when[written.length[row] - start :] = -1
         tokens.append(region.tolist())
         steps.append(when.tolist())
     return tokens, steps
@@ -297,8 +305,7 @@ def _answers(session: Denoising, written: Written) -> tuple[list[list[int]], lis
 
 def _output(session: Denoising, written: Written) -> DenoiseOutput:
     tokens, steps = _answers(session, written)
-    ends = {int(token) for token in np.asarray(session.request.params.stop_ids).ravel() if token >= 0}
-    said = [next((i for i, token in enumerate(answer) if token in ends), len(answer)) for answer in tokens]
+    said = [next((i for i, token in enumerate(answer) if token in session.ends), len(answer)) for answer in tokens]
     tokenizer = session.model.tokenizer
     full, short = written.passes.tolist()
     stats = DenoiseStats(

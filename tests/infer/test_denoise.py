@@ -27,6 +27,11 @@ def answers(case, run, prompts):
     return ids[:, len(prompts[0]) :].tolist()
 
 
+def quick(names, *chosen):
+    """Every run is a program to compile: the chosen ones are for every day, the others are slow."""
+    return [name if name in chosen else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
 LLADA, FAST, DREAM, MOE = runs("llada"), runs("llada_fast"), runs("dream"), runs("llada_moe")
 
 
@@ -38,7 +43,7 @@ def test_one_run_of_a_shifted_model():
     check_dream(*once("dream"), "full_entropy_s7_b2")
 
 
-@pytest.mark.parametrize("name", LLADA)
+@pytest.mark.parametrize("name", quick(LLADA, "gen0", "gen3"))
 def test_the_sampler_of_llada(name):
     case, model = once("llada")
     run = LLADA[name]
@@ -70,7 +75,7 @@ RULES = {
 }
 
 
-@pytest.mark.parametrize("name", FAST)
+@pytest.mark.parametrize("name", quick(FAST, *(name for name in FAST if "threshold" in name)))
 def test_parallel_decoding_with_every_cache(name):
     check_fast(*once("llada_fast"), name)
 
@@ -79,8 +84,8 @@ def check_fast(case, model, name):
     """Code called fast counts an empty pass where the full one completes a block; that called plus does not."""
     run = FAST[name]
     prompts = case.expected["prompt"].tolist()
-    # One length of the suffix compiles in a fraction of the time of four; the threshold's runs take all.
-    lengths = 4 if run["rule"] == "threshold" else 1
+    # One length of the suffix compiles in a fraction of the time of four.
+    lengths = 2 if run["rule"] == "threshold" else 4 if run["rule"] == "schedule" else 1
     empty = run["code"] == "fast" and run["cache"] != "none"
     kept = dflax.Cache(run["cache"], suffix_lengths=lengths, count_empty_pass=empty)
     policy = RULES[run["rule"]](run["value"])
@@ -92,7 +97,9 @@ def check_fast(case, model, name):
         assert out.stats.full_passes + out.stats.short_passes == run["nfe"]
 
 
-@pytest.mark.parametrize("name", [name for name in DREAM if name.startswith("full")])
+@pytest.mark.parametrize(
+    "name", quick([n for n in DREAM if n.startswith("full")], "full_entropy_s7_b2", "full_confidence_threshold_s8_b1")
+)
 def test_the_samplers_of_dream(name):
     check_dream(*once("dream"), name)
 
@@ -110,7 +117,7 @@ def check_dream(case, model, name):
     assert out.nfe == [run["forward_calls"]] * run["batch"]
 
 
-@pytest.mark.parametrize("name", [name for name in DREAM if not name.startswith("full")])
+@pytest.mark.parametrize("name", quick([n for n in DREAM if not n.startswith("full")], "dual_threshold_bl8_s24_0.5"))
 def test_the_cached_loops_of_dream_as_published(name):
     """The full pass writes a block's first token unconditionally, and short passes do not see the column before the block."""
     case, model = once("dream")
@@ -123,7 +130,7 @@ def test_the_cached_loops_of_dream_as_published(name):
     assert out.nfe == [run["forward_calls"]]
 
 
-@pytest.mark.parametrize("name", MOE)
+@pytest.mark.parametrize("name", quick(MOE, "gen0"))
 def test_the_sampler_of_llada_moe(name):
     case, model = once("llada_moe", mask_token_id=109)
     run = MOE[name]

@@ -30,6 +30,7 @@ def test_a_second_call_compiles_nothing():
         "extrapolation": ahead(),
         "end_of_text": dflax.EndOfText((2,)),
         "cfg_scale": 0.5,
+        "temperature": 0.3,
     }
     assert ask(model, PROMPTS, **first) > 0
     second = {
@@ -43,7 +44,11 @@ def test_a_second_call_compiles_nothing():
 
 def test_no_implicit_transfer_in_a_whole_call():
     model = diffusion_model()
-    settings = {"policy": policies.Threshold(0.4), "cache": dflax.Cache("prefix", refresh_every=3), "temperature": 0.5}
+    settings = {
+        "policy": policies.Threshold(0.4),
+        "cache": dflax.Cache("prefix", 3, suffix_lengths=1),
+        "temperature": 0.5,
+    }
     with jax.transfer_guard("disallow"):
         dflax.denoise(model, PROMPTS, 12, 4, **settings)
         list(dflax.stream_denoise(model, PROMPTS, 12, 4, **settings))

@@ -15,8 +15,8 @@ from tests.infer.tiny_diffusion import MASK, TOKENS, diffusion_model
 GEN, BLOCK = 12, 4
 MODELS = {"plain": diffusion_model(), "shifted": diffusion_model(shifted=True)}
 PROMPTS = st.lists(st.lists(st.sampled_from(TOKENS), min_size=1, max_size=18), min_size=3, max_size=3)
-CACHES = ["none", dflax.Cache("prefix", suffix_lengths=1), "dual"]
-KINDS = ["none", "prefix", "dual"]
+ONE_LENGTH = dflax.Cache("prefix", suffix_lengths=1)
+slow = lambda *values: pytest.param(*values, marks=pytest.mark.slow)
 few = settings(max_examples=6, deadline=None, derandomize=True)
 
 
@@ -26,18 +26,24 @@ def answer(kind, prompts, policy, cache="none", **settings):
     return out
 
 
-@pytest.mark.parametrize("cache", CACHES, ids=KINDS)
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize(
+    ("kind", "cache"),
+    [
+        ("plain", "none"), ("plain", "dual"), ("shifted", "dual"), slow("plain", ONE_LENGTH), slow("shifted", ONE_LENGTH),
+        slow("shifted", "none"),
+    ],
+)  # fmt: skip
 @few
 @given(prompts=PROMPTS, temperature=st.sampled_from([0.0, 0.7]))
 def test_a_policy_that_never_commits_early_is_plain_decoding(kind, cache, prompts, temperature):
-    plain = answer(kind, prompts, policies.Schedule(), cache, temperature=temperature)
+    temperatures = [temperature, 0.7, 0.0]
+    plain = answer(kind, prompts, policies.Schedule(), cache, temperature=temperatures)
     assert plain.nfe == [GEN] * 3
-    slow = answer(kind, prompts, policies.Threshold(2.0), cache, temperature=temperature)
+    slow = answer(kind, prompts, policies.Threshold(2.0), cache, temperature=temperatures)
     assert (slow.tokens, slow.commit_steps) == (plain.tokens, plain.commit_steps)
 
 
-@pytest.mark.parametrize("cache", ["prefix", "dual"])
+@pytest.mark.parametrize("cache", ["dual", slow("prefix")])
 @few
 @given(prompts=PROMPTS, threshold=st.sampled_from([0.3, 0.5, 0.9]))
 def test_a_cache_refreshed_in_every_step_is_no_cache(cache, prompts, threshold):
@@ -47,9 +53,7 @@ def test_a_cache_refreshed_in_every_step_is_no_cache(cache, prompts, threshold):
     assert (fresh.tokens, fresh.commit_steps, fresh.nfe) == (none.tokens, none.commit_steps, none.nfe)
 
 
-@pytest.mark.parametrize(
-    "cache", [*CACHES[:2], dflax.Cache("dual", refresh_every=2)], ids=["none", "prefix", "dual_refreshed"]
-)
+@pytest.mark.parametrize("cache", [dflax.Cache("dual", refresh_every=2), slow("none"), slow(ONE_LENGTH)])
 @few
 @given(prompts=PROMPTS, others=PROMPTS, temperature=st.sampled_from([0.0, 0.7]), threshold=st.sampled_from([0.3, 0.6]))
 def test_a_row_does_not_know_its_neighbours(cache, prompts, others, temperature, threshold):
@@ -80,9 +84,13 @@ def test_alone_as_in_a_batch():
         assert (alone.tokens, alone.nfe) == ([tokens], [nfe])
 
 
-@pytest.mark.parametrize("guidance", [0.0, 1.5])
-@pytest.mark.parametrize("cache", ["prefix", "dual"])
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize(
+    ("kind", "cache", "guidance"),
+    [
+        ("plain", "dual", 0.0), ("shifted", "prefix", 0.0), slow("plain", "prefix", 1.5), slow("shifted", "dual", 1.5),
+        slow("shifted", "dual", 0.0), slow("plain", "prefix", 0.0),
+    ],
+)  # fmt: skip
 def test_a_short_pass_just_after_the_full_one_equals_it(kind, cache, guidance):
     """On an unchanged canvas, at the rows of every block of rows of different lengths; a truncated row too."""
     model = MODELS[kind]
@@ -102,7 +110,7 @@ def test_a_short_pass_just_after_the_full_one_equals_it(kind, cache, guidance):
     np.testing.assert_allclose(np.asarray(short.logits)[live], np.asarray(view.logits)[live], atol=2e-5)
 
 
-@pytest.mark.parametrize("cache", CACHES, ids=KINDS)
+@pytest.mark.parametrize("cache", ["dual", slow("none"), slow(ONE_LENGTH)])
 def test_finished_rows_never_change_and_pieces_add_up(cache):
     prompts = [[1, 2, 3], [4], [3, 3, 0, 5, 1, 1]]
     asked = {"policy": policies.Threshold(0.4), "cache": cache, "end_of_text": dflax.EndOfText((2,))}
@@ -153,7 +161,7 @@ def test_seeds():
     assert len({tuple(tokens) for tokens in draw(1)}) == 3  # prompts of one batch draw apart
 
 
-@pytest.mark.parametrize("rule", ["origin", "entropy"])
+@pytest.mark.parametrize("rule", ["entropy", slow("origin")])
 def test_rules_that_draw_write_everything(rule):
     out = answer("shifted", [[1, 2, 3], [4], [5, 0]], policies.Schedule(rule, alg_temp=0.3), temperature=0.5, top_p=0.9)
     assert all(-1 not in steps for steps in out.commit_steps)

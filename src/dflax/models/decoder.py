@@ -205,9 +205,9 @@ class Decoder(nnx.Module):
         """
         config = self.config
         x = self.embed_tokens(tokens)
-        start = cache.length if start is None else start
-        seen = cache.length if ctx_len is None else ctx_len
-        positions = start[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
+        first: Array = cache.length if start is None else start
+        seen: Array = cache.length if ctx_len is None else ctx_len
+        positions = first[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
         rope = rope_table(config.rope, config.head_dim, positions)
         one = lambda value: None if value is None else value[:, None]  # the op's axis of blocks
         tap = FeatureTap(taps)
