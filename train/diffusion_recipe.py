@@ -81,7 +81,7 @@ class DiffusionRecipe:
         ):
             raise DflaxError(
                 f"gen_length is {self.gen_length} and length {self.length}; stories need more than {stories.LONGEST_ANSWER} tokens "
-                f"for an answer and {stories.LONGEST_PROMPT} for a prompt beside it"
+                f"for an answer and {stories.LONGEST_PROMPT} for a prompt beside it; name data to train on something else"
             )
         if self.gen_length % self.objective.block_length:
             raise DflaxError(
