@@ -61,6 +61,12 @@ COMMANDS = {
         "train_language",
         presets=True,
     ),
+    "train controller": Command(
+        "train what decides in adaptive denoising (TSPD, Learn2PD) and fit its look-ahead",
+        "dflax.train.controller_recipe",
+        "ControllerRecipe",
+        presets=True,
+    ),
     "train diffusion": Command(
         "train a diffusion language model, or fine-tune one on prompts and answers",
         "dflax.train.diffusion_recipe",

@@ -111,7 +111,9 @@ def test_features_left_out_and_an_absent_uncertainty():
 
 
 def test_entropy_of_known_distributions():
-    logits = jnp.stack([jnp.zeros(8), jnp.where(jnp.arange(8) < 2, 0.0, -1e9), jnp.where(jnp.arange(8) < 1, 0.0, -1e9)])
+    logits = jnp.stack(
+        [jnp.zeros(8), jnp.where(jnp.arange(8) < 2, 0.0, -jnp.inf), jnp.where(jnp.arange(8) < 1, 0.0, -1e9)]
+    )
     np.testing.assert_allclose(normalised_entropy(logits), [1, 1 / 3, 0], atol=1e-6)
 
 

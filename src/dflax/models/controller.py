@@ -194,9 +194,10 @@ class AcceptanceFilter(nnx.Module):
 
 
 def normalised_entropy(logits: Float[Array, "*slots V"]) -> Float[Array, "*slots"]:
-    """-sum p ln p / ln V of the softmax, float32."""
+    """-sum p ln p / ln V of the softmax, float32; a token of logit -inf (forbidden) adds nothing."""
     logp = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
-    return -jnp.sum(jnp.exp(logp) * logp, axis=-1) / math.log(logits.shape[-1])
+    p = jnp.exp(logp)
+    return -jnp.sum(jnp.where(p > 0, p * logp, 0.0), axis=-1) / math.log(logits.shape[-1])
 
 
 def memory_shape(config: ControllerConfig) -> tuple[int, int]:
