@@ -82,6 +82,17 @@ def test_a_refused_key_is_told_with_all_the_rest(edited, capsys):
     assert printed.err.count("\n") == 1
 
 
+def test_diffusion_models():
+    told = {name: inspect(str(GOLDENS / name / "model")) for name in ("llada", "dream", "llada_moe")}
+    assert not any(report["problems"] for report in told.values())
+    model = {name: report["model"] for name, report in told.items()}
+    assert all(m["attention"].startswith("both ways") for m in model.values())
+    assert [model[name]["mask token"] for name in ("llada", "dream")] == [126, 118]
+    assert "mask_token_id" in model["llada_moe"]["mask token"]
+    assert model["dream"]["logits"] == "row i - 1 predicts token i"
+    assert "attention" not in inspect(str(TARGET))["model"]
+
+
 def test_misshapen_tensors(edited):
     report = inspect(str(edited(TARGET, intermediate_size=96)))
     assert report["tensors"] is None

@@ -181,6 +181,15 @@ def _keys(raw: _Watched, kind: str, parsed: bool) -> dict[str, dict[str, Any]]:
     return out
 
 
+def _diffusion(config: ModelConfig) -> dict[str, Any]:
+    mask = config.mask_token_id
+    return {
+        "attention": "both ways: a diffusion language model, for dflax denoise",
+        "logits": "row i - 1 predicts token i" if config.shifted_logits else "row i predicts token i",
+        "mask token": "not in config.json; give mask_token_id when loading" if mask is None else mask,
+    }
+
+
 def _describe(config: ModelConfig | DrafterConfig) -> dict[str, Any]:
     out: dict[str, Any] = {
         "layers": config.num_layers,
@@ -212,6 +221,7 @@ def _describe(config: ModelConfig | DrafterConfig) -> dict[str, Any]:
         experts = f"{moe.num_experts} of width {moe.intermediate_size}, {moe.experts_per_token} per token ({norm}), layers {sparse}"
     return {
         "family": config.family,
+        **({} if not config.bidirectional else _diffusion(config)),
         **out,
         "tied head": "yes" if config.tie_word_embeddings else "no",
         "norm of queries and keys": "yes" if config.qk_norm else "no",
