@@ -106,9 +106,9 @@ def choose_prompt(config: DemoConfig) -> tuple[str, Any]:
     """What to show, and the prompt for the model: a chat for SmolLM2, plain text for the tiny pair."""
     chance = random.Random(config.seed)
     if config.pair == "tiny":
-        from dflax.train import problems
+        from dflax.train import stories
 
-        shown = config.prompt or problems.generate(0, chance.randrange(10**6), "test").prompt
+        shown = config.prompt or stories.generate(0, chance.randrange(10**6), "test").prompt
         return shown, shown
     shown = config.prompt or chance.choice(PROMPTS)
     return shown, [{"role": "user", "content": shown}]

@@ -11,6 +11,7 @@ from tyro.conf import Positional
 
 from dflax.errors import DflaxError
 from dflax.infer.generate import Output, generate, speculate, stream
+from dflax.infer.prompts import read
 from dflax.infer.report import mean_acceptance_length
 from dflax.model import Model, load
 
@@ -33,7 +34,7 @@ class GenerateConfig:
     drafter: str | None = None
     """A drafter made for the model; the output stays the same."""
     file: Path | None = None
-    """More prompts: .txt (one a line), or .jsonl with objects that have "prompt", "messages" or "prompt_tokens"."""
+    """More prompts: .jsonl with objects that have "prompt", "messages" or "prompt_tokens", or any other file with one a line."""
     raw: bool = False
     """Take prompts as they are, without the chat template."""
     thinking: Literal["default", "on", "off"] = "default"
@@ -66,7 +67,8 @@ def run(config: GenerateConfig) -> None:
         raise DflaxError(f"batch-size is {config.batch_size}; it must be at least 1")
     if config.block_size is not None and config.drafter is None:
         raise DflaxError("--block-size is for blocks that a drafter proposes; give --drafter too")
-    prompts: list[Any] = [*config.prompts, *([] if config.file is None else read_prompts(config.file))]
+    given = [] if config.file is None else [prompt for _, _, prompt in read(config.file)]
+    prompts: list[Any] = [*config.prompts, *given]
     if not prompts:
         raise DflaxError("there is no prompt; give some after the model, or --file")
     if any(isinstance(prompt, str) and not prompt.strip() for prompt in prompts):
@@ -83,23 +85,6 @@ def run(config: GenerateConfig) -> None:
         out = _batch(config, target, drafter, batch, config.seed + start // config.batch_size)
         for number, record in enumerate(_records(out), start):
             print(json.dumps({"prompt": number, **record}, ensure_ascii=False), flush=True)
-
-
-def read_prompts(path: Path) -> list[Any]:
-    """Prompts of a .txt file (one a line, empty lines skipped) or a .jsonl file; DflaxError names the faulty line."""
-    if path.suffix == ".txt":
-        try:
-            return [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-        except (OSError, UnicodeDecodeError) as error:
-            raise DflaxError(f"cannot read {path}: {error}") from error
-    if not path.name.endswith((".jsonl", ".jsonl.gz")):
-        raise DflaxError(f"prompts come from .txt, .jsonl or .jsonl.gz files, not {path.name}")
-    from dflax.train.data import conversation, read
-
-    return [
-        located.row["prompt_tokens"] if "prompt_tokens" in located.row else conversation(located).prompt
-        for located in read(path)
-    ]
 
 
 def _stream(config: GenerateConfig, target: Model, drafter: Model | None, prompts: list[Any]) -> None:

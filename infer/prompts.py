@@ -129,7 +129,7 @@ def load_file(
     path = Path(path)
     prompts: list[Prompt] = []
     counts: dict[str, int] = {}
-    for where, name, prompt in _rows(path):
+    for where, name, prompt in read(path):
         index = counts.get(name, 0)
         if limit is None or index < limit:
             counts[name] = index + 1
@@ -139,7 +139,8 @@ def load_file(
     return prompts
 
 
-def _rows(path: Path) -> Iterator[tuple[str, str, Any]]:
+def read(path: Path) -> Iterator[tuple[str, str, Any]]:
+    """(where it stands, set, prompt) of every prompt of a file; forms as in `load_file`, prompts as they are there."""
     if not path.name.endswith((".jsonl", ".jsonl.gz")):
         try:
             lines = path.read_text(encoding="utf-8").splitlines()

@@ -16,7 +16,7 @@ from dflax.errors import DflaxError
 from dflax.infer import report
 from dflax.model import load
 from dflax.models import params
-from dflax.train import problems
+from dflax.train import stories
 from dflax.train.recipe import DrafterRecipe, train_drafter
 from dflax.train.tiny import measure, write_responses
 
@@ -36,7 +36,7 @@ class AblationConfig:
     batch: int = 500
     """Answers written at a time."""
     test_problems: int = 256
-    """Problems with unseen numbers and templates that every drafter is measured on."""
+    """Problems with unseen numbers and orders of events that every drafter is measured on."""
     timed_problems: int = 32
     """How many of them are also decoded one by one, plainly and by speculation in turn, for the speed-up."""
     out: str = "runs/ablations"
@@ -137,7 +137,7 @@ def _one(config: AblationConfig, name: str, target: Any, responses: Path) -> dic
     trained = dataclasses.replace(trained, data=(str(responses),))
     drafter = load(train_drafter(trained))
     minutes = (time.perf_counter() - began) / 60
-    drawn = list(problems.problems(0, "test", config.test_problems))
+    drawn = list(stories.stories(0, "test", config.test_problems))
     measured = {
         str(size or trained.block_size): measure(
             target, drafter, drawn, config.timed_problems, size or trained.block_size, allow_larger_blocks=True
@@ -200,7 +200,7 @@ def write_table(config: AblationConfig) -> None:
         "",
         f"Ours: target `{config.target}`, {config.responses} answers of it, {train.steps} steps of {base.rows_per_step} rows of",
         f"{base.length} tokens, {train.optimizer}, learning rate {train.learning_rate:g}; greedy, {config.test_problems} problems with",
-        "unseen numbers and templates. A cell is speed-up / acceptance length: the speed-up over plain decoding in the same",
+        "unseen numbers and orders of events. A cell is speed-up / acceptance length: the speed-up over plain decoding in the same",
         f"process, one problem at a time, of {config.timed_problems} problems; the acceptance length with last rounds cut at the",
         'end token. "-": not run, or not published. Half a million parameters on a CPU spend much of a step on overhead, so read',
         "our speed-ups against each other only.",

@@ -22,8 +22,9 @@ from dflax.infer import report
 from dflax.infer.generate import generate, speculate
 from dflax.model import Model, load
 from dflax.models import params
-from dflax.train import data, metrics, problems
+from dflax.train import data, metrics, stories
 from dflax.train.language import BUDGET, LanguageRecipe, answer, exact_match, train_language
+from dflax.train.problems import Problem
 from dflax.train.recipe import DrafterRecipe, train_drafter
 
 
@@ -46,7 +47,7 @@ class TinyRecipe:
     batch: int = 500
     """Answers written at a time."""
     test_problems: int = 256
-    """Problems with unseen numbers and unseen templates in the final figures."""
+    """Problems with unseen numbers and unseen orders of events in the final figures."""
     timed_problems: int = 32
     """How many of them are also decoded one by one, plainly and by speculation in turn, for the speed-up."""
     language: LanguageRecipe = field(default_factory=language_preset)
@@ -90,7 +91,7 @@ def train_tiny(recipe: TinyRecipe) -> Path:
     drafter = load(drafter_folder)
     lap("drafter")
 
-    drawn = list(problems.problems(language.train.seed, "test", recipe.test_problems))
+    drawn = list(stories.stories(language.train.seed, "test", recipe.test_problems))
     result = {
         **exact_match(target, recipe.test_problems, language.train.seed),
         **measure(target, drafter, drawn, recipe.timed_problems),
@@ -112,7 +113,7 @@ def write_responses(target: Model, path: Path, count: int, batch: int, seed: int
     rows: list[dict[str, Any]] = []
     for start in tqdm(range(0, count, batch), desc="responses", unit="batch"):
         # Full batches throughout: one compiled program.
-        drawn = [problems.generate(seed, start + i, "train") for i in range(batch)]
+        drawn = [stories.generate(seed, start + i, "train") for i in range(batch)]
         tokens = answer(target, drawn).tokens
         rows += [
             {"prompt": p.prompt, "response_tokens": t, "temperature": 0.0} for p, t in zip(drawn, tokens, strict=True)
@@ -123,7 +124,7 @@ def write_responses(target: Model, path: Path, count: int, batch: int, seed: int
 def measure(
     target: Model,
     drafter: Model,
-    drawn: Sequence[problems.Problem],
+    drawn: Sequence[Problem],
     timed: int,
     block_size: int | None = None,
     allow_larger_blocks: bool = False,
@@ -184,8 +185,8 @@ def card(name: str, language: LanguageRecipe, drafter: DrafterRecipe, responses:
     if name == "arith":
         what = "A tiny autoregressive language model that answers arithmetic word problems with worked steps."
         source = (
-            f"The generator `dflax.train.problems`: {train.steps * language.problems_per_step:,} problems of the training split, each "
-            "seen once. Held out: one in eight tuples of numbers, and the test templates."
+            f"The generator `dflax.train.stories`: {train.steps * language.problems_per_step:,} problems of the training split, each "
+            "seen once. Held out: one in eight tuples of numbers, and one in eight orders of events."
         )
         how = (
             f"{count:,} parameters ({language.family} layout, {language.layers} layers, width {language.hidden_size}); next-token loss, "
@@ -193,7 +194,7 @@ def card(name: str, language: LanguageRecipe, drafter: DrafterRecipe, responses:
         )
         figures = (
             f"Right final value, greedy: {result['validation_exact_match']:.1%} with unseen numbers, {result['test_exact_match']:.1%} with "
-            "unseen numbers and templates."
+            "unseen numbers and orders of events."
         )
     else:
         what = "A DFlash drafter (arXiv 2602.06036) for the tiny target `arith`."
@@ -203,8 +204,8 @@ def card(name: str, language: LanguageRecipe, drafter: DrafterRecipe, responses:
             f"random anchors, {drafter.objective.weights} weights with gamma {drafter.objective.gamma:g}; {optimizer}."
         )
         figures = (
-            f"Acceptance length {result['acceptance_length']:.2f} at block {drafter.block_size} on problems with unseen numbers and "
-            f"templates ({result['acceptance_length_uncut']:.2f} when the last round is not cut at the end token); one prompt at a time "
+            f"Acceptance length {result['acceptance_length']:.2f} at block {drafter.block_size} on problems with unseen numbers and orders "
+            f"of events ({result['acceptance_length_uncut']:.2f} when the last round is not cut at the end token); one prompt at a time "
             f"{result['speed_up']:.2f} times as fast as plain decoding "
             f"({result['plain_tokens_per_second']:.0f} to {result['speculative_tokens_per_second']:.0f} tokens/s); "
             f"same tokens as plain decoding: {'yes' if result['identical_to_plain'] else 'no'}."

@@ -10,7 +10,7 @@ import dflax
 from dflax import cli, model
 from dflax.infer import demo
 from dflax.infer.demo import Comparison, DemoConfig, choose_prompt, compare, show
-from dflax.train import problems
+from dflax.train import stories
 from tests.golden import load_case
 
 NEW = 24
@@ -81,7 +81,7 @@ def test_prompts():
     assert choose_prompt(DemoConfig("mine", pair="tiny")) == ("mine", "mine")
     shown, given = choose_prompt(DemoConfig(pair="tiny", seed=2))
     assert shown == given
-    assert "<unk>" not in problems.tokenizer().tokenize(shown)
+    assert "<unk>" not in stories.tokenizer().tokenize(shown)
 
 
 def test_a_pair_that_is_not_installed(monkeypatch, tmp_path, capsys):

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflax.errors import DflaxError
-from dflax.train import data, problems
+from dflax.train import data, stories
 from dflax.train.data import Conversation, Document, Located
 
 
@@ -135,8 +135,8 @@ def test_text_prompt_is_a_user_message_where_there_is_a_template():
 
 
 def test_problems_become_documents():
-    tokenizer = problems.tokenizer()
-    problem = problems.generate(0, 0, "train")
+    tokenizer = stories.tokenizer()
+    problem = stories.generate(0, 0, "train")
     found = data.tokenize(Conversation(problem.prompt, problem.answer_text), tokenizer)
     assert found.tokens[0] == tokenizer.bos_token_id
     assert found.tokens[-1] == tokenizer.eos_token_id

@@ -11,7 +11,7 @@ import dflax
 from dflax import configs
 from dflax.errors import DflaxError
 from dflax.train import language as L
-from dflax.train import metrics, problems
+from dflax.train import metrics, stories
 from dflax.train.trainer import TrainConfig
 
 SMALL = {"hidden_size": 16, "intermediate_size": 24, "layers": 1, "heads": 2, "kv_heads": 1, "problems_per_step": 4}
@@ -19,7 +19,7 @@ SMALL = {"hidden_size": 16, "intermediate_size": 24, "layers": 1, "heads": 2, "k
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return problems.tokenizer()
+    return stories.tokenizer()
 
 
 def small(out, **changes):
@@ -32,7 +32,7 @@ def test_a_batch_is_a_pure_function_of_its_step_and_loses_no_token(tokenizer):
     first, again, other = batches.batch_at(5), batches.batch_at(5), batches.batch_at(6)
     assert all(np.array_equal(first[name], again[name]) for name in first)
     assert not np.array_equal(first["tokens"], other["tokens"])
-    drawn = [problems.generate(3, 40 + i, "train") for i in range(8)]
+    drawn = [stories.generate(3, 40 + i, "train") for i in range(8)]
     answers = sum(len(tokenizer.encode(p.answer_text, add_special_tokens=False)) + 1 for p in drawn)
     assert first["loss_mask"].sum() == answers
     assert np.sum(first["tokens"] == tokenizer.eos_token_id) == 8
@@ -44,7 +44,7 @@ def test_a_batch_is_a_pure_function_of_its_step_and_loses_no_token(tokenizer):
 
 
 def test_every_training_problem_fits_the_budget_and_two_fit_a_row(tokenizer):
-    made = L.documents(problems.problems(0, "train", 300), tokenizer)
+    made = L.documents(stories.stories(0, "train", 300), tokenizer)
     assert max(int(d.loss_mask.sum()) for d in made) <= L.BUDGET
     assert L.pair_up(made, 168).loss_mask.sum() == sum(d.loss_mask.sum() for d in made)
 
@@ -84,8 +84,8 @@ def test_trains_resumes_and_writes_a_model_that_answers(tmp_path, monkeypatch):
     assert rows[-1]["loss"] < rows[0]["loss"]
     assert L.train_language(small(tmp_path)) == folder  # nothing is left to do
     model = dflax.load(folder)
-    assert model.stop_token_ids == (problems.tokenizer().eos_token_id,)
-    drawn = list(problems.problems(0, "test", 2))
+    assert model.stop_token_ids == (stories.tokenizer().eos_token_id,)
+    drawn = list(stories.stories(0, "test", 2))
     assert len(L.answer(model, drawn).texts) == 2
     with pytest.raises(DflaxError, match="question_weight"):
         L.train_language(small(tmp_path, question_weight=0.7))

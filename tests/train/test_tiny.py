@@ -8,7 +8,7 @@ import pytest
 import dflax
 from dflax import configs
 from dflax.errors import DflaxError
-from dflax.train import ablations, language, metrics, problems, tiny
+from dflax.train import ablations, language, metrics, stories, tiny
 from dflax.train.trainer import TrainConfig
 
 
@@ -49,7 +49,7 @@ def test_the_command_leaves_two_models_their_cards_and_the_figures(pair):
     assert result["identical_to_plain"] is True
     assert 1.0 <= result["acceptance_length"] <= 8.0
     assert set(result["minutes"]) == {"target", "responses", "drafter", "evaluation"}
-    prompt = problems.generate(0, 0, "test").prompt
+    prompt = stories.generate(0, 0, "test").prompt
     plain = dflax.generate(target, [prompt], max_new_tokens=12)
     assert dflax.speculate(target, drafter, [prompt], max_new_tokens=12).tokens == plain.tokens
     assert f"{result['acceptance_length']:.2f}" in (out / "arith-dflash" / "README.md").read_text()
