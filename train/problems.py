@@ -1,27 +1,18 @@
-"""Arithmetic word problems with worked steps: a text source that needs no download, endless, and exactly checkable.
+"""What an arithmetic word problem is: question, worked answer, how it is checked, which numbers are kept for tests, and its tokens.
 
-A problem is a template with names, objects and numbers filled in. Its answer works the steps out one by one and ends in `#### value`:
-
-    Q: Ann has 12 pens. Ann buys 3 boxes of 4 pens. How many pens does Ann have? A:
-    The boxes hold 3 * 4 = 12 pens. Ann has 12 + 12 = 24 pens. #### 24
+    Q: Ann has 34 pens. Ann buys 4 boxes of 8 pens. How many pens does Ann have now? A:
+    The boxes hold 4 * 8 = 32 pens. Then Ann owns 34 + 32 = 66 pens. #### 66
 
 Numbers stay small (products of the times table, sums of up to three digits), so that a model of under a million parameters can learn to be
-right. What is trained on and what is tested on differ in the numbers (by a hash of the numbers of a problem) and in the templates.
-The vocabulary is fixed and has at most 128 tokens: words, digits, signs.
+right. The vocabulary is closed: words, digits, signs, at most 128 tokens. `dflax.train.stories` makes the problems.
 """
 
 import hashlib
-import random
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
-
-from dflax.errors import DflaxError
-from dflax.train.problem_templates import HELD_OUT, TRAINING, Template
 
 SPLITS = ("train", "validation", "test")
 
@@ -29,13 +20,9 @@ NAMES = ("Ann", "Ben", "Eva", "Gus", "Kim", "Leo", "Mia", "Tom")
 ITEMS = ("pens", "cards", "coins", "books", "apples", "eggs", "cakes", "shells", "stamps", "beads", "nuts", "toys")
 CONTAINERS = ("boxes", "bags", "packs", "jars", "trays", "rows")
 
-TEMPLATES = TRAINING + HELD_OUT
-TRAINING_TEMPLATES = len(TRAINING)
-
-# Small numbers (x, y, z, w) are factors, divisors and days; large ones (a, b, c) are added, subtracted and shared out.
+# Small numbers are factors and days; large ones are what there is at first, found, given and lost.
 SMALL = range(2, 10)
 LARGE = range(10, 61)
-LARGEST = 999
 
 
 @dataclass(frozen=True)
@@ -43,8 +30,10 @@ class Problem:
     question: str
     answer_text: str
     value: int
-    template: int  # index into TEMPLATES
-    numbers: tuple[int, ...]  # of the question, in the order of their slots' names
+    template: int
+    """Number of what it was made from, by which splits are told apart."""
+    numbers: tuple[int, ...]
+    """Of the question, in its order."""
 
     @property
     def prompt(self) -> str:
@@ -68,38 +57,6 @@ def steps_are_right(text: str) -> bool:
     return bool(found) and all(compute(int(a), sign, int(b)) == int(c) for a, sign, b, c in found)
 
 
-def generate(seed: int, index: int, split: str) -> Problem:
-    """Problem `index` of a split: a pure function of its arguments.
-
-    train: the training templates; validation: the same templates with numbers never seen in training; test: neither the template nor the
-    numbers are seen in training.
-    """
-    if split not in SPLITS:
-        raise DflaxError(f"split is {split!r}; it is one of {', '.join(SPLITS)}")
-    chance = random.Random(f"{seed}/{split}/{index}")
-    templates = range(TRAINING_TEMPLATES, len(TEMPLATES)) if split == "test" else range(TRAINING_TEMPLATES)
-    number = chance.choices(templates, [len(TEMPLATES[i].steps) - 1 for i in templates])[0]  # longer ones more often
-    template = TEMPLATES[number]
-    slots = sorted(set(re.findall(r"\{([a-z])\}", template.question)))
-    while True:
-        numbers = tuple(chance.choice(SMALL if slot in "wxyz" else LARGE) for slot in slots)
-        values = _work(template, dict(zip(slots, numbers, strict=True)))
-        if values is not None and is_held_out(numbers) == (split != "train"):
-            break
-    words = dict(zip(("N", "M"), chance.sample(NAMES, 2), strict=True))
-    words |= dict(zip(("I", "J"), chance.sample(ITEMS, 2), strict=True))
-    words |= dict(zip(("C", "D"), chance.sample(CONTAINERS, 2), strict=True))
-    fields = {**words, **values}
-    answer = " ".join(_fill(step, fields, values) for step in template.steps)
-    value = values[_programs(template)[-1][0]]
-    return Problem(template.question.format(**fields), f"{answer} #### {value}", value, number, numbers)
-
-
-def problems(seed: int, split: str, count: int) -> Iterator[Problem]:
-    """The first `count` problems of a split."""
-    return (generate(seed, index, split) for index in range(count))
-
-
 def is_held_out(numbers: tuple[int, ...]) -> bool:
     """Whether problems with these numbers are kept out of training: one in eight tuples, by hash."""
     return hashlib.sha256(repr(sorted(numbers)).encode()).digest()[0] % 8 == 0
@@ -112,43 +69,8 @@ def compute(a: int, sign: str, b: int) -> int | None:
     return {"+": a + b, "-": a - b, "*": a * b}[sign]
 
 
-@lru_cache
-def _programs(template: Template) -> list[tuple[str, str, str, str]]:
-    """(name, left, sign, right) of every step."""
-    return re.findall(r"\[(\w) = (\w+) ([-+*/]) (\w+)\]", " ".join(template.steps))
-
-
-def _work(template: Template, values: dict[str, int]) -> dict[str, int] | None:
-    """All values of the computation, None if a number would be too large, negative or no whole number."""
-    values = dict(values)
-    for name, left, sign, right in _programs(template):
-        a, b = (int(x) if x.isdigit() else values[x] for x in (left, right))
-        if sign == "*" and (min(a, b) > 9 or max(a, b) > 12):
-            return None
-        result = compute(a, sign, b)
-        if result is None or not 2 <= result <= LARGEST or (sign == "/" and result > 12):
-            return None
-        values[name] = result
-    return values
-
-
-def _fill(step: str, fields: dict[str, str | int], values: dict[str, int]) -> str:
-    def worked(match: re.Match) -> str:
-        name, left, sign, right = match.groups()
-        a, b = (x if x.isdigit() else values[x] for x in (left, right))
-        return f"{a} {sign} {b} = {values[name]}"
-
-    return re.sub(r"\[(\w) = (\w+) ([-+*/]) (\w+)\]", worked, step).format(**fields)
-
-
 _PIECES = r"[.,?:]|▁[^▁.,?:]+"
 _SPECIAL = ("<pad>", "<bos>", "<eos>", "<mask>", "<unk>")
-
-
-@lru_cache(maxsize=1)
-def vocabulary() -> tuple[str, ...]:
-    """Special tokens, digits, signs, then the words of all templates in alphabetical order."""
-    return closed_vocabulary(" ".join(" ".join((template.question, *template.steps)) for template in TEMPLATES))
 
 
 def closed_vocabulary(templates: str) -> tuple[str, ...]:
@@ -160,13 +82,8 @@ def closed_vocabulary(templates: str) -> tuple[str, ...]:
     return (*_SPECIAL, *digits, *signs, *(f"▁{word}" for word in sorted(words)))
 
 
-def tokenizer() -> PreTrainedTokenizerFast:
-    """The fixed word-level tokenizer: a token is a word, a digit or a sign; encoding puts <bos> first, decoding gives the text back."""
-    return word_tokenizer(vocabulary())
-
-
 def word_tokenizer(tokens: tuple[str, ...]) -> PreTrainedTokenizerFast:
-    """The tokenizer of a closed vocabulary."""
+    """The tokenizer of a closed vocabulary: encoding puts <bos> first, decoding gives the text back."""
     ids = {token: index for index, token in enumerate(tokens)}
     inner = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
     # "124" is three tokens: the digits are parted before and joined again after, for no two numbers ever stand side by side.

@@ -1,4 +1,4 @@
-"""Longer arithmetic word problems for a diffusion model: a chain of events, worked out one by one in freely worded sentences.
+"""Arithmetic word problems, endless and seeded: a chain of events, worked out one by one in freely worded sentences.
 
     Q: Ann has 34 pens. Ann buys 4 boxes of 8 pens. Ann gives Tom half. How many pens does Ann have now? A:
     The boxes hold 4 * 8 = 32 pens. Then Ann owns 34 + 32 = 66 things. So 66 / 2 = 33 pens are left. #### 33
@@ -8,7 +8,7 @@ sentence has synonyms, all of the same length, one is drawn for itself, so that 
 than the weight of the likeliest. Wrong digits and free words look alike to a rule that asks for confidence only.
 
 A skeleton is what happens in which order, and what is asked. Test problems have skeletons and numbers that training never shows; their
-sentences, one by one, it does. Values, vocabulary and tokenizer are made as in `dflax.train.problems`.
+sentences, one by one, it does. Training and validation differ in the numbers alone.
 """
 
 import hashlib
@@ -150,7 +150,7 @@ def of_split(held_out: bool) -> tuple[int, ...]:
 
 
 def generate(seed: int, index: int, split: str) -> Problem:
-    """Problem `index` of a split, a pure function of its arguments: as `problems.generate`, `template` counting skeletons.
+    """Problem `index` of a split, a pure function of its arguments; its `template` is the number of its skeleton.
 
     train: training skeletons; validation: the same with numbers never seen in training; test: neither the skeleton nor the numbers are.
     """
@@ -224,12 +224,12 @@ def _worded(step: str, chance: random.Random) -> str:
 
 @lru_cache(maxsize=1)
 def vocabulary() -> tuple[str, ...]:
-    """As `problems.vocabulary`, of the words of stories."""
+    """Special tokens, digits, signs, then the words of all stories in alphabetical order."""
     sentences = (START, OTHER, *(s for part in (*EVENTS, *QUESTIONS) for s in (part.question, *part.steps)))
     return problems.closed_vocabulary(" ".join(sentences))
 
 
 @lru_cache(maxsize=1)
 def tokenizer() -> PreTrainedTokenizerFast:
-    """As `problems.tokenizer`, with the vocabulary of stories."""
+    """The tokenizer of stories."""
     return problems.word_tokenizer(vocabulary())
