@@ -28,7 +28,7 @@ def small(out, **changes):
 
 
 def test_a_batch_is_a_pure_function_of_its_step_and_loses_no_token(tokenizer):
-    batches = L.ProblemBatches(8, 168, seed=3)
+    batches = L.ProblemBatches(8, 224, seed=3)
     first, again, other = batches.batch_at(5), batches.batch_at(5), batches.batch_at(6)
     assert all(np.array_equal(first[name], again[name]) for name in first)
     assert not np.array_equal(first["tokens"], other["tokens"])
@@ -46,11 +46,11 @@ def test_a_batch_is_a_pure_function_of_its_step_and_loses_no_token(tokenizer):
 def test_every_training_problem_fits_the_budget_and_two_fit_a_row(tokenizer):
     made = L.documents(stories.stories(0, "train", 300), tokenizer)
     assert max(int(d.loss_mask.sum()) for d in made) <= L.BUDGET
-    assert L.pair_up(made, 168).loss_mask.sum() == sum(d.loss_mask.sum() for d in made)
+    assert L.pair_up(made, L.LanguageRecipe.length).loss_mask.sum() == sum(d.loss_mask.sum() for d in made)
 
 
 def test_the_loss_counts_answers_and_questions_by_weight_and_crosses_no_document(tokenizer):
-    batch = L.ProblemBatches(2, 168, seed=0).batch_at(0)
+    batch = L.ProblemBatches(2, 224, seed=0).batch_at(0)
     config = L.model_config(L.LanguageRecipe(**SMALL), tokenizer)
     model = L.fresh(config, 0)
 
