@@ -181,9 +181,10 @@ def _watch(model: Model, prompts: list[Any], settings: dict[str, Any], gen_lengt
             nfe = piece.nfe
             for position, token in zip(piece.positions, piece.tokens, strict=True):
                 answer[position] = token
+            answer = answer[: piece.length]
             if console.is_terminal:
                 live.update(Text(_shown(model, answer)), refresh=True)
-    cut = next((i for i, token in enumerate(answer) if token is None or token in ends), gen_length)
+    cut = next((i for i, token in enumerate(answer) if token is None or token in ends), len(answer))
     print(_shown(model, answer[:cut]))
     console.print(f"{nfe} forward passes, {cut} tokens", style="dim", highlight=False)
 

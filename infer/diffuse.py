@@ -65,6 +65,8 @@ class DenoisePiece:
     positions: list[int]
     """Their places in the answer, from 0, in ascending order."""
     tokens: list[int]
+    length: int
+    """Tokens of the answer that count: gen_length, less after a cut (`EndOfText`), which drops what was written behind it too."""
     nfe: int
     """Forward passes of the row so far."""
     done: bool
@@ -336,5 +338,6 @@ def _pieces(session: Denoising, passes_per_call: int) -> Iterator[DenoisePiece]:
             known[row] = there
             if len(new) or written.done[row]:
                 tokens = written.tokens[row, start + new].tolist()
-                yield DenoisePiece(row, new.tolist(), tokens, int(written.nfe[row]), bool(written.done[row]))
+                length, nfe = int(written.length[row] - start), int(written.nfe[row])
+                yield DenoisePiece(row, new.tolist(), tokens, length, nfe, bool(written.done[row]))
         finished = written.done
