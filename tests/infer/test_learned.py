@@ -7,7 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from safetensors.numpy import load_file
 
+import dflax
 from dflax.config import ControllerConfig, FilterConfig
 from dflax.errors import DflaxError
 from dflax.infer.learned import TSPD, Learn2PD, accept
@@ -119,6 +121,23 @@ def test_learn2pd_accepts_by_the_filter_and_forces_the_best():
     forced = o.raw == jnp.max(jnp.where(o.masked, o.raw, -1), axis=1, keepdims=True)
     np.testing.assert_array_equal(commit, o.masked & ((p > 0.55) | forced))
     assert 2 < int(commit.sum()) < int(o.masked.sum())
+
+
+@pytest.mark.parametrize("name", [pytest.param("l2p", marks=pytest.mark.slow), "l2p_eot"])
+def test_recorded_decoding_with_a_filter(name):
+    """The published loop: tokens and passes, with and without cutting at a predicted end of text."""
+    case = load_case("learn2pd")
+    run = next(run for run in case.info["runs"] if run["name"] == name)
+    leaves = jax.tree.map(jnp.asarray, load_file(case.folder / "filter.safetensors"))
+    policy = Learn2PD(leaves, FilterConfig(32), case.info["arguments"]["accept_threshold"])
+    end = dflax.EndOfText((1,), stop=False, truncate=True, floor=0.0, in_order=False, anywhere=True)
+    out = dflax.denoise(
+        dflax.load(case.folder / "model"), case.expected["prompt"].tolist(), 96, 32, policy=policy,
+        end_of_text=end if name == "l2p_eot" else None,
+    )  # fmt: skip
+    want = case.expected[f"{name}_output_ids"][case.expected["prompt"].shape[1] :].tolist()
+    assert out.tokens[0] == want + [1] * (96 - len(want))
+    assert out.nfe == [run["forward_calls"]]
 
 
 def test_recorded_acceptance():
