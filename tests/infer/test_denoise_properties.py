@@ -170,4 +170,7 @@ def test_seeds():
 def test_rules_that_draw_write_everything(rule):
     out = answer("shifted", [[1, 2, 3], [4], [5, 0]], policies.Schedule(rule, alg_temp=0.3), temperature=0.5, top_p=0.9)
     assert all(-1 not in steps for steps in out.commit_steps)
-    assert out.nfe == [GEN] * 3
+    for nfe, steps in zip(
+        out.nfe, out.commit_steps, strict=True
+    ):  # by chance a block may be complete before its last step
+        assert nfe == max(steps) + 1 <= GEN
