@@ -149,7 +149,10 @@ def _view(
             return model.predict(jnp.take_along_axis(x, index, axis=1))
         both = model.predict(jnp.take_along_axis(x, jnp.concatenate([index, index]), axis=1))
         with_prompt, without_prompt = both[:B], both[B:]
-        return without_prompt + (request.guidance[:, None, None] + 1) * (with_prompt - without_prompt)
+        w = request.guidance[:, None, None]
+        return jnp.where(
+            w == 0, with_prompt, without_prompt + (w + 1) * (with_prompt - without_prompt)
+        )  # 0: as it is alone
 
     block = slots(state, plan.block_length, _mask(model))
     of_block = logits(block.column - shift - first[:, None])

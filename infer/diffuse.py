@@ -239,6 +239,10 @@ def _session(
                 raise DflaxError(f"{name} is {value!r}; it must be a {kind.__name__} ({where})")
             value.check()
 
+    if not policy.reads_confidence and (extrapolation is not None or (end_of_text is not None and end_of_text.delay)):
+        what = "a look-ahead" if extrapolation is not None else "EndOfText(delay=True)"
+        raise DflaxError(f"{what} acts by the confidence, which {policy!r} does not read; use another policy")
+
     ids = text.encode_all(model.tokenizer, prompts, config.vocab_size, enable_thinking)
     for row, prompt in enumerate(ids):
         if mask in prompt:

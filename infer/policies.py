@@ -73,6 +73,8 @@ class Policy:
 
     tempered: bool = False
     """Whether `Observation.logits` and with them the confidence are those after temperature, top-k and top-p."""
+    reads_confidence: bool = True
+    """Whether the choice goes by `Observation.confidence`, so that a look-ahead or a delay of end tokens can act on it."""
 
     def init(self, B: int, T: int, V: int) -> Any:
         """The state before the first step: a pytree of arrays with leading axis B."""
@@ -116,7 +118,8 @@ def ranks(
     T = score.shape[1]
     slot = jax.lax.broadcasted_iota(jnp.int32, score.shape, 1)
     last = jnp.zeros_like(score) if raw is None else -raw
-    order = jax.lax.sort((jnp.where(masked, -score, jnp.inf), last, slot), dimension=1, num_keys=2, is_stable=True)[2]
+    # Whether a slot is masked comes first, so that not even a NaN ranks behind a slot that is written: every step gains a token.
+    order = jax.lax.sort(((~masked).astype(jnp.int32), -score, last, slot), dimension=1, num_keys=3, is_stable=True)[3]
     return (
         jnp.zeros_like(slot)
         .at[jnp.arange(score.shape[0], dtype=jnp.int32)[:, None], order]
@@ -207,6 +210,11 @@ class Schedule(Policy):
     def tempered(self) -> bool:
         """As published, Dream's rules look at the distribution after temperature, top-k and top-p."""
         return self.rule in DREAM_RULES
+
+    @property
+    def reads_confidence(self) -> bool:
+        """The other rules score by whole distributions or by chance."""
+        return self.rule in ("low_confidence", "maskgit_plus")
 
     def step(self, state: Any, seen: Observation, key: Key[Array, "B T"]) -> tuple[Any, Array, Array]:
         if self.rule not in DREAM_RULES:

@@ -35,7 +35,7 @@ class StoryBatches:
 
     def __init__(self, rows: int, columns: int, gen_length: int, seed: int):
         self._rows, self._shape, self._seed = rows, (columns, gen_length), seed
-        self._tokenizer = stories.tokenizer()
+        self._tokenizer: text.Tokenizer = stories.tokenizer()
 
     @property
     def steps_per_epoch(self) -> int:

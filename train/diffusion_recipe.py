@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from dflax import sharding
+from dflax import sharding, text
 from dflax.config import ModelConfig, RopeConfig
 from dflax.errors import DflaxError
 from dflax.model import Model, load
@@ -95,6 +95,11 @@ class DiffusionRecipe:
             if getattr(self, name) < 1:
                 raise DflaxError(f"{name} is {getattr(self, name)}; it must be at least 1")
 
+    @property
+    def answer_columns(self) -> int:
+        """Columns from the prompt's end on in which tokens may be hidden; pretraining hides them in the whole row."""
+        return self.length if self.mode == "pretrain" or not self.gen_length else self.gen_length
+
 
 def train_diffusion(recipe: DiffusionRecipe) -> Path:
     """Trains, evaluates on what is held out, and writes OUT/model; returns that folder.
@@ -104,7 +109,7 @@ def train_diffusion(recipe: DiffusionRecipe) -> Path:
     mesh = sharding.make_mesh(recipe.train.mesh) if recipe.train.mesh else None
     model = _start(recipe, mesh)
     batches, held_out = _data(recipe, model)
-    graph, answer_columns = model.module, recipe.gen_length or recipe.length
+    graph, answer_columns = model.module, recipe.answer_columns
 
     def ready(leaves: Any) -> Any:
         return params.fill(graph, jax.tree.map(lambda leaf: leaf.astype(recipe.compute), leaves))
@@ -170,7 +175,7 @@ def bound_of(bound: Any, rows: Batch, batch_size: int) -> float:
 
 def model_config(recipe: DiffusionRecipe) -> ModelConfig:
     """The recipe's shape in the LLaDA layout, with the vocabulary of stories."""
-    tokenizer = stories.tokenizer()
+    tokenizer: text.Tokenizer = stories.tokenizer()
     return ModelConfig(
         family="llada",
         vocab_size=len(stories.vocabulary()),

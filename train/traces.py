@@ -8,6 +8,8 @@ can change without a new recording.
 import hashlib
 import json
 import os
+import zipfile
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -20,6 +22,9 @@ from tqdm import tqdm
 
 from dflax.errors import DflaxError
 from dflax.infer.extrapolation import left_coverage
+
+UNREADABLE = (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error)
+"""What numpy raises for archives that were cut or changed."""
 
 
 @dataclass(frozen=True)
@@ -143,9 +148,9 @@ def _write(path: Path, found: dict[str, Traces]) -> None:
 
 def _read(path: Path) -> dict[str, Traces]:
     try:
-        with np.load(path) as archive:
+        with path.open("rb") as file, np.load(file) as archive:
             arrays = {name: archive[name] for name in archive.files}
-    except (OSError, ValueError) as error:
+    except UNREADABLE as error:
         raise DflaxError(f"{path} is damaged ({error}); delete it, the next call makes it again") from error
     kinds = sorted({name.split("/")[0] for name in arrays})
     whole = lambda kind, name: arrays[f"{kind}/{name}"].astype(np.float32) if name in HALF else arrays[f"{kind}/{name}"]

@@ -99,6 +99,14 @@ def test_passes_per_call_are_counted():
         ({"cache": dflax.Cache("dual", unconditional_first=True)}, "shifted logits"),
         ({"policy": policies.Threshold(-1.0)}, "threshold of the policy is -1.0"),
         ({"extrapolation": dflax.ConfidenceExtrapolation(horizon=0)}, "horizon"),
+        (
+            {"policy": policies.Schedule("entropy"), "extrapolation": dflax.ConfidenceExtrapolation()},
+            "a look-ahead acts by the confidence",
+        ),
+        (
+            {"policy": policies.Schedule("random"), "end_of_text": dflax.EndOfText((1,), delay=True)},
+            "delay=True.* acts by the confidence",
+        ),
         ({"end_of_text": dflax.EndOfText()}, "names no end token"),
         ({"end_of_text": dflax.EndOfText((1,), floor=2)}, "floor of the end of text is 2"),
         ({"end_of_text": dflax.EndOfText((9,))}, "stop id 9 is not in the vocabulary"),

@@ -85,6 +85,14 @@ def test_alone_as_in_a_batch():
         assert (alone.tokens, alone.nfe) == ([tokens], [nfe])
 
 
+def test_an_unguided_row_among_guided_ones_is_as_it_is_alone():
+    prompts = [[1, 2, 3, 4], [4], [3, 3, 0, 5]]
+    batch = answer("shifted", prompts, policies.Threshold(0.5), "dual", cfg_scale=[0.0, 1.5, 0.0])
+    plain = answer("shifted", prompts, policies.Threshold(0.5), "dual")
+    for row in (0, 2):
+        assert (batch.tokens[row], batch.commit_steps[row]) == (plain.tokens[row], plain.commit_steps[row])
+
+
 @pytest.mark.parametrize(
     ("kind", "cache", "guidance"),
     [

@@ -125,6 +125,16 @@ def test_forced_tokens_and_ties_go_by_the_raw_confidence():
     assert not committed(policies.Threshold(0.0), observation(ahead, jnp.zeros((1, 4), bool))).any()
 
 
+def test_not_even_a_nan_ranks_behind_a_written_slot():
+    """A model that overflows writes nonsense, but the loop ends."""
+    masked = jnp.array([[False, True, False, True]])
+    nan = jnp.full((1, 4), jnp.nan)
+    assert (ranks(nan, masked, nan) < 2).tolist() == masked.tolist()
+    seen = observation(nan, masked, raw=nan)
+    for policy in (policies.Schedule(), policies.Threshold(0.9), policies.Factor(), policies.Frechet()):
+        assert committed(policy, seen).sum() == 1, policy
+
+
 def test_credit_by_hand():
     """The decay comes first, then the step's best token earns p^0.2, and the logits gain 0.7 ln(1 + credit)."""
     policy, masked = policies.Credit(), jnp.array([[True, False]])

@@ -118,6 +118,13 @@ def test_impossible_recipes(tmp_path, change, says):
         small(tmp_path, **change)
 
 
+def test_pretraining_learns_from_the_whole_row():
+    text = {"model": "some/folder", "data": ("texts",), "length": 112}
+    assert R.DiffusionRecipe(**text, mode="pretrain").answer_columns == 112
+    assert R.DiffusionRecipe(**text, gen_length=0).answer_columns == 112
+    assert R.DiffusionRecipe(**text).answer_columns == 64
+
+
 def test_presets_are_recipes():
     for name in PRESETS:
         data = {} if name == "arith-llada" else {"data": ["answers.jsonl"]}  # what else a user has to name

@@ -66,6 +66,9 @@ def test_recordings_are_kept_and_go_on(tmp_path):
         np.testing.assert_allclose(getattr(found, f.name), getattr(whole.trimmed(), f.name), tolerance, tolerance)
     with pytest.raises(DflaxError, match="holds traces with model = 'tiny', these have 'other'"):
         recorded(tmp_path, prompts, 2, record, {"model": "other"})
-    (tmp_path / "traces-00001.npz").write_bytes(b"half")
-    with pytest.raises(DflaxError, match=r"traces-00001\.npz is damaged"):
-        recorded(tmp_path, prompts, 2, record, {"model": "tiny"})
+    path = tmp_path / "traces-00001.npz"
+    good = path.read_bytes()
+    for damaged in (b"half", b"", good[: len(good) // 2], good[:100] + b"0000" + good[104:]):
+        path.write_bytes(damaged)
+        with pytest.raises(DflaxError, match=r"traces-00001\.npz is damaged"):
+            recorded(tmp_path, prompts, 2, record, {"model": "tiny"})
