@@ -113,7 +113,7 @@ def test_no_gguf_file(complains, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "mamba"}, "model_type is 'mamba'; dflax supports llama, qwen2, qwen3, qwen3_moe"),
+        ({"model_type": "mamba"}, "model_type is 'mamba'; dflax supports Dream, llada, llama, qwen2, qwen3, qwen3_moe"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; dflax supports 'silu'"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope type is 'yarn'"),
