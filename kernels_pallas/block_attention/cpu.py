@@ -86,8 +86,8 @@ def _forward(kind, scale, soft_cap, arrays, where):
 def _backward(kind, scale, soft_cap, saved, gradient):
     arrays, (layer, ctx_start, ctx_len, q_pos, array, hole, blk_len, window) = saved
     mask = array if kind == "array" else kind
-    plain = lambda *arrays: reference.attend(
-        *arrays, layer, ctx_start, ctx_len, q_pos, mask, hole, blk_len, window, scale, soft_cap
+    plain = lambda q, k_ctx, v_ctx, k_blk, v_blk: reference.attend(
+        q, k_ctx, v_ctx, k_blk, v_blk, layer, ctx_start, ctx_len, q_pos, mask, hole, blk_len, window, scale, soft_cap
     )
     return jax.vjp(plain, *arrays)[1](gradient), None
 
