@@ -68,6 +68,31 @@ def test_what_a_diffusion_model_of_another_kind_has_is_refused_by_name(case, key
         families.parse(raw(case) | {key: value})
 
 
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("value", [0, -1, "many", True])
+def test_a_number_that_is_none_is_refused_by_name(case, value):
+    found = raw(case)
+    nested = found.get("rope_parameters")
+    keys = {
+        key for key in found if key.endswith(("_heads", "_layers", "_size", "_eps", "_theta")) or key.startswith("n_")
+    }
+    keys -= {"max_window_layers", "shared_expert_intermediate_size"}  # without effect; 0 is right
+    assert keys > {"vocab_size", "rms_norm_eps"}
+    for key in keys:
+        with pytest.raises(DflaxError, match=key):
+            families.parse(found | {key: value})
+    if nested:
+        with pytest.raises(DflaxError, match="rope_theta"):
+            families.parse(found | {"rope_parameters": nested | {"rope_theta": value}})
+
+
+@pytest.mark.parametrize("key", ["activation_type", "block_type", "layer_norm_type", "rope", "include_bias"])
+def test_a_dense_llada_without_a_key_that_means_something_else_when_left_out(key):
+    left = {k: v for k, v in raw("llada").items() if k != key}
+    with pytest.raises(DflaxError, match=f"no '{key}'"):
+        families.parse(left)
+
+
 def test_the_two_kinds_of_llada_are_told_apart():
     dense, sparse = families.parse(raw("llada")), families.parse(raw("llada_moe"))
     assert (dense.family, sparse.family) == ("llada", "llada_moe")

@@ -60,7 +60,7 @@ def parse(raw: Mapping[str, Any]) -> ModelConfig:
     num_layers = keys.need("num_hidden_layers")
     num_heads = keys.need("num_attention_heads")
     hidden_size = keys.need("hidden_size")
-    num_kv_heads = keys.get("num_key_value_heads", num_heads)
+    num_kv_heads = keys.number("num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:
         raise DflaxError(
             f"config.json: num_attention_heads {num_heads} is no multiple of num_key_value_heads {num_kv_heads}"
@@ -80,10 +80,10 @@ def parse(raw: Mapping[str, Any]) -> ModelConfig:
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=_head_dim(keys, hidden_size, num_heads),
-        rms_norm_eps=keys.get("rms_norm_eps", 1e-6),
+        rms_norm_eps=keys.number("rms_norm_eps", 1e-6, float),
         rope=_rope(keys, family.rope_theta),
         tie_word_embeddings=bool(keys.get("tie_word_embeddings", family.tie_word_embeddings)),
-        max_positions=keys.get("max_position_embeddings", 2048),
+        max_positions=keys.number("max_position_embeddings", 2048),
         qkv_bias=family.qkv_bias or attention_bias,
         out_bias=attention_bias and family.name not in ("qwen2", "Dream"),
         mlp_bias=bool(keys.get("mlp_bias", False)),
@@ -148,15 +148,15 @@ def parse_drafter(raw: Mapping[str, Any]) -> DrafterConfig:
         intermediate_size=keys.need("intermediate_size"),
         num_layers=num_layers,
         num_heads=num_heads,
-        num_kv_heads=keys.get("num_key_value_heads", num_heads),
+        num_kv_heads=keys.number("num_key_value_heads", num_heads),
         head_dim=_head_dim(keys, hidden_size, num_heads),
-        rms_norm_eps=keys.get("rms_norm_eps", 1e-6),
+        rms_norm_eps=keys.number("rms_norm_eps", 1e-6, float),
         rope=_rope(keys, 1e6),
         block_size=block_size,
         mask_token_id=mask_token_id,
         target_layer_ids=tuple(taps),
         num_target_layers=num_target_layers,
-        max_positions=keys.get("max_position_embeddings", 40960),
+        max_positions=keys.number("max_position_embeddings", 40960),
         attention_bias=bool(keys.get("attention_bias", False)),
         causal=_causal(keys.get("is_causal"), nested.get("causal"), windows, num_layers),
         windows=windows,
@@ -185,7 +185,7 @@ def _causal(
 
 
 def _head_dim(keys: Keys, hidden_size: int, num_heads: int) -> int:
-    head_dim = keys.get("head_dim")
+    head_dim = keys.number("head_dim", None)
     if head_dim is None:
         if hidden_size % num_heads:
             raise DflaxError(
@@ -201,7 +201,9 @@ def _rope(keys: Keys, default_theta: float) -> RopeConfig:
     """Old keys (rope_theta, rope_scaling) and new (rope_parameters)."""
     new = keys.get("rope_parameters") or {}
     scaling = dict(keys.get("rope_scaling") or {}) or dict(new)
-    theta = keys.get("rope_theta", new.get("rope_theta", default_theta))
+    theta = keys.number("rope_theta", None, float)
+    if theta is None:
+        theta = Keys(new).number("rope_theta", default_theta, float)
     scaling.pop("rope_theta", None)
     kind = scaling.pop("rope_type", scaling.pop("type", "default"))
     scaling.pop("type", None)
@@ -255,7 +257,9 @@ def _windows(keys: Keys, num_layers: int) -> tuple[int | None, ...]:
 
 def _moe(keys: Keys, num_layers: int) -> tuple[MoEConfig, tuple[bool, ...]]:
     dense = keys.get("mlp_only_layers", [])
-    step = keys.get("decoder_sparse_step", 1)
+    if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
+        raise DflaxError(f"config.json: mlp_only_layers is {dense!r}; it must be a list of layer numbers")
+    step = keys.number("decoder_sparse_step", 1)
     num_experts = keys.need("num_experts")
     per_token = keys.need("num_experts_per_tok")
     if per_token > num_experts:

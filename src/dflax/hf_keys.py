@@ -32,6 +32,15 @@ class Keys:
         value = self.get(key)
         if value is None:
             raise DflaxError(f"config.json has no {key!r}; it must be a {kind.__name__}")
+        return self._checked(key, value, kind)
+
+    def number(self, key: str, default: Any, kind: type = int) -> Any:
+        """As `need`, with a default where the key is absent."""
+        value = self.get(key)
+        return default if value is None else self._checked(key, value, kind)
+
+    @staticmethod
+    def _checked(key: str, value: Any, kind: type) -> Any:
         if isinstance(value, bool) or not isinstance(value, (int, float) if kind is float else kind):
             raise DflaxError(f"config.json: {key} is {value!r}; it must be a {kind.__name__}")
         if kind in (int, float) and value <= 0:
@@ -42,9 +51,16 @@ class Keys:
         """Refuses a value that would change the computation in a way we do not implement."""
         value = self.raw.get(key)
         self.used.add(key)
-        if value is not None and value not in allowed:
+        same = lambda a: value == a and isinstance(value, bool) == isinstance(a, bool)  # True is not 1 here
+        if value is not None and not any(map(same, allowed)):
             expected = " or ".join(repr(a) for a in allowed)
             raise DflaxError(f"config.json: {key} is {value!r}; dflax supports {expected}")
+
+    def must(self, key: str, *allowed: Any) -> None:
+        """As `only`, where leaving the key out would mean something that we do not implement."""
+        if self.raw.get(key) is None:
+            raise DflaxError(f"config.json has no {key!r}; dflax supports {' or '.join(repr(a) for a in allowed)}")
+        self.only(key, *allowed)
 
     def mask_token_id(self) -> int | None:
         """Of a diffusion model; None where the file does not tell (`dflax.load` takes it then)."""

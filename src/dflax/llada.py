@@ -82,18 +82,19 @@ def ids(value: int | list[int] | None) -> tuple[int, ...]:
 
 
 def _parse_dense(keys: Keys) -> ModelConfig:
-    keys.only("activation_type", "silu")
-    keys.only("block_type", "llama")
+    # Left out, these would be swiglu, sequential, default, False and True: the official class takes OLMo's defaults.
+    keys.must("activation_type", "silu")
+    keys.must("block_type", "llama")
+    keys.must("layer_norm_type", "rms")
+    keys.must("rope", True)
+    keys.must("include_bias", False)
     keys.only("block_group_size", 1)
-    keys.only("layer_norm_type", "rms")
     keys.only("layer_norm_with_affine", True)
-    keys.only("rope", True)
     keys.only("rope_full_precision", True)
     for key in (
         "alibi",
         "attention_layer_norm",
         "bias_for_layer_norm",
-        "include_bias",
         "input_emb_norm",
         "scale_logits",
     ):
@@ -106,25 +107,25 @@ def _parse_dense(keys: Keys) -> ModelConfig:
     d_model, heads = keys.need("d_model"), keys.need("n_heads")
     if d_model % heads or d_model // heads % 2:
         raise DflaxError(f"config.json: d_model {d_model} must be an even multiple of n_heads {heads}")
-    kv_heads = keys.get("n_kv_heads", 1 if keys.get("multi_query_attention") else heads)
+    kv_heads = keys.number("n_kv_heads", 1 if keys.get("multi_query_attention") else heads)
     if heads % kv_heads:
         raise DflaxError(f"config.json: n_heads {heads} is no multiple of n_kv_heads {kv_heads}")
     vocab_size = keys.need("vocab_size")
     keys.only("embedding_size", vocab_size)
-    ratio = keys.get("mlp_ratio", 4)
+    ratio = keys.number("mlp_ratio", 4)
     return ModelConfig(
         family="llada",
         vocab_size=vocab_size,
         hidden_size=d_model,
-        intermediate_size=keys.get("mlp_hidden_size", ratio * d_model),
+        intermediate_size=keys.number("mlp_hidden_size", ratio * d_model),
         num_layers=keys.need("n_layers"),
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=d_model // heads,
-        rms_norm_eps=keys.get("rms_norm_eps", 1e-5),
-        rope=RopeConfig(theta=float(keys.get("rope_theta", 10000.0))),
+        rms_norm_eps=keys.number("rms_norm_eps", 1e-5, float),
+        rope=RopeConfig(theta=float(keys.number("rope_theta", 10000.0, float))),
         tie_word_embeddings=bool(keys.get("weight_tying", True)),
-        max_positions=keys.get("max_sequence_length", 1024),
+        max_positions=keys.number("max_sequence_length", 1024),
         qkv_bias=bool(keys.get("include_qkv_bias", False)),
         bos_token_id=keys.get("bos_token_id"),
         eos_token_ids=ids(keys.get("eos_token_id")),
@@ -176,8 +177,8 @@ def _parse_moe(keys: Keys) -> ModelConfig:
     keys.only("shared_expert_intermediate_size", 0)
     layers, heads = keys.need("num_hidden_layers"), keys.need("num_attention_heads")
     hidden = keys.need("hidden_size")
-    kv_heads = keys.get("num_key_value_heads", heads)
-    head_dim = keys.get("head_dim", hidden // heads)
+    kv_heads = keys.number("num_key_value_heads", heads)
+    head_dim = keys.number("head_dim", hidden // heads)
     if heads % kv_heads or head_dim % 2:
         raise DflaxError(f"config.json: {heads} heads, {kv_heads} kv heads and head_dim {head_dim} do not fit together")
     experts, per_token = keys.need("num_experts"), keys.need("num_experts_per_tok")
@@ -191,15 +192,15 @@ def _parse_moe(keys: Keys) -> ModelConfig:
         family="llada_moe",
         vocab_size=keys.need("vocab_size"),
         hidden_size=hidden,
-        intermediate_size=keys.get("dense_intermediate_size", width),
+        intermediate_size=keys.number("dense_intermediate_size", width),
         num_layers=layers,
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        rms_norm_eps=keys.get("rms_norm_eps", 1e-5),
-        rope=RopeConfig(theta=float(keys.get("rope_theta", 10000.0))),
+        rms_norm_eps=keys.number("rms_norm_eps", 1e-5, float),
+        rope=RopeConfig(theta=float(keys.number("rope_theta", 10000.0, float))),
         tie_word_embeddings=bool(keys.get("tie_word_embeddings", False)),
-        max_positions=keys.get("max_position_embeddings", 4096),
+        max_positions=keys.number("max_position_embeddings", 4096),
         qk_norm=bool(keys.get("qk_layernorm", False)),
         moe=MoEConfig(
             experts,
