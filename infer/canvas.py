@@ -82,9 +82,11 @@ class CanvasState:
     entry: Int32[Any, "B"]
     """int32 [B]: masked slots of the active block when it was entered."""
     nfe: Int32[Any, "B"]
-    """int32 [B]: forward passes that the row took part in."""
+    """int32 [B]: forward passes that the row took part in; its noise is keyed by them."""
+    empty: Int32[Any, "B"]
+    """int32 [B]: passes without effect that `Cache.count_empty_pass` counts beside them."""
     commit_step: Int32[Any, "B S"]
-    """int32 [B, S]: number of the pass (from 0) that wrote the column; -1 where none did."""
+    """int32 [B, S]: number of the pass (from 0, empty ones counted) that wrote the column; -1 where none did."""
     age: Int32[Any, ""]
     """int32: passes since and with the last full one; 0: the next is full."""
     passes: Int32[Any, "2"]

@@ -45,7 +45,7 @@ class DemoConfig:
     """Tokens per block, the anchor counted; default: as the drafter was trained."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of weights, activations and cache. float32 is exact; in bfloat16 a CPU verifies blocks faster."""
-    repeats: int = 2
+    repeats: int = 1
     """How often each way is timed."""
     seed: int | None = None
     """Which of our prompts; default: another one each time."""
@@ -136,7 +136,7 @@ def show(
 
 
 def compare(
-    target: Model, drafter: Model, prompt: Any, max_new_tokens: int, block_size: int | None = None, repeats: int = 2
+    target: Model, drafter: Model, prompt: Any, max_new_tokens: int, block_size: int | None = None, repeats: int = 1
 ) -> Comparison:
     """Times both ways in turn. The first round only warms up: whatever compiles does so there."""
     seconds, decoded = [0.0, 0.0], [0, 0]

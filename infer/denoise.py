@@ -221,7 +221,7 @@ def decide(state: CanvasState, view: View, plan: Plan, request: Request, mask: i
         logits=seen.logits, token=seen.token, raw=raw, confidence=confidence, uncertainty=uncertainty,
         masked=block.masked, live=block.live, tokens=block.tokens, step=state.step,
         steps=jnp.broadcast_to(request.steps, state.step.shape), entry=state.entry,
-        quota=linear_quota(state.entry, request.steps, state.step), coverage=left_coverage(fixed),
+        quota=linear_quota(state.entry, request.steps, state.step),
         progress=(jnp.maximum(state.block, 0) * request.steps + state.step) / (plan.blocks * request.steps), is_end=is_end,
     )  # fmt: skip
     policy_state, token, commit = policy.step(policy_state, observation, step_keys(Noise.POLICY))
@@ -236,7 +236,7 @@ def write(
     """Committed tokens go into the canvas; active rows have taken a step and a pass."""
     S = state.tokens.shape[1]
     at = (jnp.arange(token.shape[0], dtype=jnp.int32)[:, None], jnp.where(commit, block.column, S))
-    stamp = jnp.broadcast_to(state.nfe[:, None], token.shape)
+    stamp = jnp.broadcast_to((state.nfe + state.empty)[:, None], token.shape)
     return replace(
         state,
         tokens=state.tokens.at[at].set(token, mode="drop"),
@@ -304,7 +304,7 @@ def full_step(model: Decoder, state: CanvasState, plan: Plan, request: Request) 
     else:
         state = decide(state, view, plan, request, mask)
     complete = ~jnp.any(slots(state, plan.block_length, mask).masked, axis=1)
-    state = replace(state, nfe=state.nfe + (active & complete & request.count_empty))
+    state = replace(state, empty=state.empty + (active & complete & request.count_empty))
     return replace(state, age=jnp.int32(1), passes=state.passes + jnp.array([1, 0], jnp.int32))
 
 
@@ -365,6 +365,7 @@ def program(config: ModelConfig) -> Program:
             step=zero,
             entry=zero,
             nfe=zero,
+            empty=zero,
             commit_step=jnp.full((B, S), -1, jnp.int32),
             age=jnp.int32(0),
             passes=jnp.zeros((2,), jnp.int32),

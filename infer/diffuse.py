@@ -121,7 +121,9 @@ class Denoising:
         jax.block_until_ready(self.state.done)
         self.seconds += time.perf_counter() - begin
         s = self.state
-        return Written(*jax.device_get((s.tokens, s.commit_step, s.length, s.nfe, s.done, s.passes)))
+        fetched = jax.device_get((s.tokens, s.commit_step, s.length, s.nfe, s.empty, s.done, s.passes))
+        tokens, commit_step, length, nfe, empty, done, passes = fetched
+        return Written(tokens, commit_step, length, nfe + empty, done, passes)
 
 
 def denoise(
@@ -167,7 +169,7 @@ def denoise(
       DflaxError: an impossible value, an empty prompt, ids outside the vocabulary, a model that is none of diffusion or whose mask
         token is not known, or too many tokens for the model.
     """
-    session = _session(
+    session = prepare(
         model, prompts, gen_length, block_length, steps, policy, cache, extrapolation, end_of_text, temperature, top_k, top_p,
         cfg_scale, seed, enable_thinking,
     )  # fmt: skip
@@ -175,6 +177,18 @@ def denoise(
 
 
 def stream_denoise(
+    model: Model, prompts: Sequence[Any], *arguments: Any, passes_per_call: int = 1, **options: Any
+) -> Iterator[DenoisePiece]:
+    """Tokens as they are committed, in whatever order; takes what `denoise` takes, checked at once and not at the first piece.
+
+    passes_per_call: passes between two looks at the device; what they wrote into an answer is one piece.
+    """
+    if isinstance(passes_per_call, bool) or not isinstance(passes_per_call, int) or passes_per_call < 1:
+        raise DflaxError(f"passes_per_call is {passes_per_call!r}; it must be a whole number of at least 1")
+    return _pieces(prepare(model, prompts, *arguments, **options), passes_per_call)
+
+
+def prepare(
     model: Model,
     prompts: Sequence[Any],
     gen_length: int = 256,
@@ -182,35 +196,16 @@ def stream_denoise(
     steps: int | None = None,
     policy: Policy | None = None,
     cache: Cache | str = "none",
-    extrapolation: ConfidenceExtrapolation | None = None,
-    end_of_text: EndOfText | None = None,
+    extrapolation: Any = None,
+    end_of_text: Any = None,
     temperature: Any = 0.0,
     top_k: Any = None,
     top_p: Any = None,
     cfg_scale: Any = 0.0,
     seed: Any = 0,
     enable_thinking: bool | None = None,
-    passes_per_call: int = 1,
-) -> Iterator[DenoisePiece]:
-    """Tokens as they are committed, in whatever order; arguments of `denoise`, checked at once and not at the first piece.
-
-    passes_per_call: passes between two looks at the device; what they wrote into an answer is one piece.
-    """
-    if isinstance(passes_per_call, bool) or not isinstance(passes_per_call, int) or passes_per_call < 1:
-        raise DflaxError(f"passes_per_call is {passes_per_call!r}; it must be a whole number of at least 1")
-    session = _session(
-        model, prompts, gen_length, block_length, steps, policy, cache, extrapolation, end_of_text, temperature, top_k, top_p,
-        cfg_scale, seed, enable_thinking,
-    )  # fmt: skip
-    return _pieces(session, passes_per_call)
-
-
-def _session(
-    model: Model, prompts: Sequence[Any], gen_length: int, block_length: int, steps: int | None, policy: Policy | None,
-    cache: Cache | str, extrapolation: Any, end_of_text: Any, temperature: Any, top_k: Any, top_p: Any, cfg_scale: Any, seed: Any,
-    enable_thinking: bool | None,
-) -> Denoising:  # fmt: skip
-    """Everything a user gave, checked; nothing is computed yet."""
+) -> Denoising:
+    """What `denoise` is asked, checked and ready to advance; nothing is computed yet."""
     config, mask = check_diffusion(model)
     steps = gen_length if steps is None else steps
     for name, value in {"gen_length": gen_length, "block_length": block_length, "steps": steps}.items():

@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Key
 from dflax import controllers
 from dflax.config import ControllerConfig, FilterConfig
 from dflax.errors import DflaxError
-from dflax.infer.policies import Observation, Policy, _number, best
+from dflax.infer.policies import Observation, Policy, best, check_number
 from dflax.models import params
 from dflax.models.controller import AcceptanceFilter, Controller, Trail, build, memory_shape, normalised_entropy
 
@@ -76,7 +76,7 @@ class TSPD(Policy):
         return Watch(trail, memory), seen.token, fixed | best(seen.raw, seen.masked)
 
     def check(self) -> None:
-        _number("threshold", self.threshold)
+        check_number("threshold", self.threshold)
 
 
 @jax.tree_util.register_dataclass
@@ -115,7 +115,7 @@ class Learn2PD(Policy):
         return state, seen.token, accept(logits, seen.masked, self.threshold) | best(seen.raw, seen.masked)
 
     def check(self) -> None:
-        _number("threshold", self.threshold)
+        check_number("threshold", self.threshold)
 
 
 def accept(logits: Float[Array, "*rows T"], masked: Bool[Array, "*rows T"], threshold: Any) -> Bool[Array, "*rows T"]:

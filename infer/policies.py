@@ -18,6 +18,7 @@ row's state depends on that row alone; `reset` is called with the rows that ente
 comes from `key` [B, T]: one key per slot, made of seed, prompt number, position and step.
 """
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -60,15 +61,13 @@ class Observation:
     """Masked slots when the row entered the block."""
     quota: Int32[Any, "B"]
     """What the linear schedule commits in this step: entry // steps, one more in the first entry % steps steps."""
-    coverage: Float[Any, "B T"]
-    """float32: share of the block's slots left of this one that are committed; 1 for the first slot."""
     progress: Float[Any, "B"]
     """float32 in [0, 1]: share of the whole run's scheduled steps that the row has behind it."""
     is_end: Bool[Any, "B T"]
     """The candidate is an end-of-text token."""
 
 
-class Policy:
+class Policy(ABC):
     """The protocol, and what a policy without a state of its own does."""
 
     tempered: bool = False
@@ -90,14 +89,15 @@ class Policy:
         """Logits to draw candidates from."""
         return state, logits
 
+    @abstractmethod
     def step(
         self, state: Any, seen: Observation, key: Key[Array, "B T"]
     ) -> tuple[Any, Int32[Array, "B T"], Bool[Array, "B T"]]:
         """(state, token of every slot, slots that are committed with it)."""
-        raise NotImplementedError
 
     def check(self) -> None:
         """Raises DflaxError for a value that cannot be meant. Called on the host, where the numbers are numbers."""
+        return  # a policy without numbers has nothing to refuse
 
 
 def reset_rows(state: Any, entered: Bool[Array, "B"], fresh: float = 0) -> Any:
@@ -151,14 +151,14 @@ def dream_quota(
     masks: Int32[Array, "B"], steps: Int32[Array, "B"], step: Int32[Array, "B"], eps: float | Array
 ) -> Int32[Array, "B"]:
     """Tokens that Dream's schedule writes in this step: floor(masks (1 - s / t)) on a linear grid t from 1 to eps; last all."""
-    at = lambda i: 1.0 - (1.0 - eps) * i.astype(jnp.float32) / jnp.maximum(steps, 1)
-    left = jnp.floor(masks * _reveal(at(step), at(step + 1))).astype(jnp.int32)
+    left = jnp.floor(masks * reveal(steps, step, eps)).astype(jnp.int32)
     return jnp.where(step >= steps - 1, masks, left)
 
 
-def _reveal(t: Array, s: Array) -> Array:
-    """Probability that a position is written between times t and s."""
-    return 1.0 - s / t
+def reveal(steps: Int32[Array, "B"], step: Int32[Array, "B"], eps: float | Array) -> Float[Array, "B"]:
+    """Chance of a masked slot to be written in this step: 1 - s / t between times t and s of a linear grid from 1 to eps (Dream)."""
+    at = lambda i: 1.0 - (1.0 - eps) * i.astype(jnp.float32) / jnp.maximum(steps, 1)
+    return 1.0 - at(step + 1) / at(step)
 
 
 def factor_count(
@@ -221,8 +221,7 @@ class Schedule(Policy):
             score = seen.confidence if self.rule == "low_confidence" else _uniform(key)
             return state, seen.token, seen.masked & (ranks(score, seen.masked, seen.raw) < seen.quota[:, None])
         if self.rule == "origin":
-            at = lambda i: 1.0 - (1.0 - self.eps) * i.astype(jnp.float32) / jnp.maximum(seen.steps, 1)
-            chance = _reveal(at(seen.step), at(seen.step + 1))
+            chance = reveal(seen.steps, seen.step, self.eps)
             last = seen.step >= seen.steps - 1
             return state, seen.token, seen.masked & (last[:, None] | (_uniform(key) < chance[:, None]))
         left = jnp.sum(seen.masked, axis=1, dtype=jnp.int32)
@@ -243,8 +242,8 @@ class Schedule(Policy):
     def check(self) -> None:
         if self.rule not in get_args(Rule):
             raise DflaxError(f"rule is {self.rule!r}; it must be one of {', '.join(get_args(Rule))}")
-        _number("alg_temp", self.alg_temp)
-        _number("eps", self.eps, top=1.0)
+        check_number("alg_temp", self.alg_temp)
+        check_number("eps", self.eps, top=1.0)
 
 
 @jax.tree_util.register_dataclass
@@ -275,7 +274,7 @@ class Threshold(Policy):
         return state, seen.token, at_least_one(commit, seen.raw, seen.masked)
 
     def check(self) -> None:
-        _number("threshold", self.threshold)
+        check_number("threshold", self.threshold)
 
 
 @jax.tree_util.register_dataclass
@@ -295,7 +294,7 @@ class Factor(Policy):
         return state, seen.token, _best_n(seen, n)
 
     def check(self) -> None:
-        _number("factor", self.factor)
+        check_number("factor", self.factor)
 
 
 @jax.tree_util.register_dataclass
@@ -309,7 +308,7 @@ class Frechet(Policy):
         return state, seen.token, _best_n(seen, frechet_count(seen.confidence, seen.masked, self.margin))
 
     def check(self) -> None:
-        _number("margin", self.margin, top=1.0)
+        check_number("margin", self.margin, top=1.0)
 
 
 @jax.tree_util.register_dataclass
@@ -343,8 +342,8 @@ class Credit(Policy):
 
     def check(self) -> None:
         for name in ("threshold", "power", "weight"):
-            _number(name, getattr(self, name))
-        _number("decay", self.decay, top=1.0)
+            check_number(name, getattr(self, name))
+        check_number("decay", self.decay, top=1.0)
 
 
 @jax.tree_util.register_dataclass
@@ -371,7 +370,7 @@ class Prophet(Policy):
 
     def check(self) -> None:
         for name in ("early", "middle", "late"):
-            _number(name, getattr(self, name))
+            check_number(name, getattr(self, name))
 
 
 def _best_n(seen: Observation, n: Int32[Array, "B"]) -> Bool[Array, "B T"]:
@@ -386,7 +385,8 @@ def _uniform(key: Key[Array, "B T"]) -> Float[Array, "B T"]:
     return jax.vmap(draw)(key.reshape(-1)).reshape(key.shape)
 
 
-def _number(name: str, value: Any, top: float = float("inf")) -> None:
+def check_number(name: str, value: Any, top: float = float("inf")) -> None:
+    """Raises DflaxError unless `value` is a number from 0 to `top`."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= top:
         limit = "at least 0" if top == float("inf") else f"from 0 to {top:g}"
         raise DflaxError(f"{name} of the policy is {value!r}; it must be a number, {limit}")

@@ -54,22 +54,25 @@ class StoryBatches:
 
 
 def answer_rows(documents: Iterable[Document], columns: int, gen_length: int, end: int) -> Batch:
-    """Rows of conversations: the last response is the answer, all before it the prompt (earlier turns are other rows' answers).
+    """A row per response of a conversation: all before it is the prompt.
 
-    Prompts that leave no room for an answer in a row are dropped; DflaxError if none is left.
+    Prompts that leave no room for an answer in a row are dropped and longer answers cut, which is said; DflaxError if none is left.
     """
-    prompts, answers, dropped = [], [], 0
+    prompts, answers, dropped, cut = [], [], 0, 0
     for document in documents:
-        before = np.flatnonzero(~document.loss_mask)
-        first = int(before[-1]) + 1 if len(before) else 0
-        if first + (gen_length or 1) > columns:
-            dropped += 1
-            continue
-        ids = document.tokens.tolist()
-        prompts.append(ids[:first])
-        answers.append(ids[first:])
+        ids, edges = document.tokens.tolist(), np.flatnonzero(np.diff(document.loss_mask, prepend=False, append=False))
+        for first, last in edges.reshape(-1, 2).tolist():
+            room = gen_length or columns - first
+            if room < 1 or first + room > columns:
+                dropped += 1
+                continue
+            cut += last - first > room
+            prompts.append(ids[:first])
+            answers.append(ids[first:last])
     if not prompts:
         raise DflaxError(f"no prompt leaves room for an answer in rows of {columns} tokens ({dropped} were dropped)")
+    if dropped or cut:
+        print(f"of {len(prompts) + dropped} answers {dropped} are left out for long prompts, {cut} are cut")
     return canvases(prompts, answers, columns, gen_length, end)
 
 

@@ -23,7 +23,7 @@ from dflax.infer.extrapolation import ConfidenceExtrapolation, Trend
 from dflax.models import params
 from dflax.models.controller import AcceptanceFilter, Controller, Trail
 from dflax.train import trainer
-from dflax.train.traces import Sequences, Traces
+from dflax.train.traces import UNREADABLE, Sequences, Traces
 
 PyTree = Any
 NOISY = ("confidence", "average", "momentum")  # the features that come from the confidence
@@ -220,12 +220,18 @@ class _Best:
     def _read(self) -> tuple[int | None, float]:
         if not self.path.exists():
             return None, float("inf")
-        with np.load(self.path) as kept:
-            return int(kept["step"]), float(kept["loss"])
+        kept = self._load()
+        return int(kept["step"]), float(kept["loss"])
 
     def leaves(self) -> dict[str, np.ndarray]:
-        with np.load(self.path) as kept:
-            return {name: kept[name] for name in kept.files if name not in ("step", "loss")}
+        return {name: array for name, array in self._load().items() if name not in ("step", "loss")}
+
+    def _load(self) -> dict[str, np.ndarray]:
+        try:
+            with self.path.open("rb") as file, np.load(file) as kept:
+                return {name: kept[name] for name in kept.files}
+        except UNREADABLE as error:
+            raise DflaxError(f"{self.path} is damaged ({error}); delete its folder to train again") from error
 
 
 def train_controller(

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import jax.numpy as jnp
 import numpy as np
 
 from dflax import controllers
@@ -140,10 +141,10 @@ def run(recipe: ControllerRecipe) -> Path:
             f"there are {len(prompts)} prompts; a tenth is for validation, so at least {VALIDATION} are needed"
         )
     identity = {name: getattr(recipe, name) for name in ("model", "dtype", "gen_length", "block_length")}
-    identity["weights"] = _digest([model.module.norm.weight[...]])  # small, and another after any training
+    identity["weights"] = _digest(jnp.sum(jnp.abs(leaf), dtype=jnp.float32) for leaf in model.leaves)
     traces = recorded(
         out / "traces", prompts, recipe.batch,
-        lambda part, number: record_batch(model, part, recipe.batch, recipe.gen_length, recipe.block_length, greedy=True),
+        lambda part, number: record_batch(model, part, recipe.batch, recipe.gen_length, recipe.block_length),
         identity,
     )  # fmt: skip
     result: dict[str, Any] = {
@@ -226,7 +227,8 @@ def _own(
         return {"own": of_record(seen, final, len(part))}
 
     folder = Path(recipe.out) / f"traces-{number}"
-    return recorded(folder, prompts, size, make, {"controller": _digest(policy.weights.values())})["own"]
+    identity = {"controller": _digest(policy.weights.values()), "constants": dataclasses.asdict(ce)}
+    return recorded(folder, prompts, size, make, identity)["own"]
 
 
 def _train(

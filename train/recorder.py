@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int32, Key
 
-from dflax.infer.diffuse import _session
+from dflax.infer.diffuse import prepare
 from dflax.infer.extrapolation import ConfidenceExtrapolation
 from dflax.infer.policies import Observation, Policy, Schedule
 from dflax.model import Model
@@ -149,16 +149,14 @@ def record(
     """
     blocks, B = gen_length // block_length, len(prompts)
     policy = Recorder(rule, blocks)
-    session = _session(
-        model, prompts, gen_length, block_length, None, policy, "none", ahead, None, 0.0, None, None, 0.0, 0, None
-    )
+    session = prepare(model, prompts, gen_length, block_length, policy=policy, extrapolation=ahead)
     written = session.advance()
     answers = [row[n : n + gen_length] for row, n in zip(written.tokens, session.lengths, strict=True)]
     return np.stack(answers).reshape(B, blocks, block_length), jax.device_get(session.state.policy.record)
 
 
 def record_batch(
-    model: Model, prompts: Sequence[Sequence[int]], size: int, gen_length: int, block_length: int, greedy: bool
+    model: Model, prompts: Sequence[Sequence[int]], size: int, gen_length: int, block_length: int
 ) -> dict[str, Traces]:
     """Recordings of plain decoding ("standard") and of the extremely greedy policy ("greedy"), of up to `size` prompts.
 
@@ -166,9 +164,8 @@ def record_batch(
     """
     full = [*prompts, *[prompts[-1]] * (size - len(prompts))]
     final, seen = record(model, full, gen_length, block_length, Schedule())
-    records = {"standard": seen}
-    if greedy:
-        records["greedy"] = record(model, full, gen_length, block_length, Greedy(jnp.asarray(final)))[1]
+    greedy = record(model, full, gen_length, block_length, Greedy(jnp.asarray(final)))[1]
+    records = {"standard": seen, "greedy": greedy}
     return {kind: of_record(seen, final, len(prompts)) for kind, seen in records.items()}
 
 

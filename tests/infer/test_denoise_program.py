@@ -11,7 +11,7 @@ import dflax
 from dflax import policies
 from dflax.errors import DflaxError
 from dflax.infer.denoise import program
-from dflax.infer.diffuse import _session
+from dflax.infer.diffuse import prepare
 from tests.infer.tiny import pair
 from tests.infer.tiny_diffusion import MASK, diffusion_model
 
@@ -61,9 +61,7 @@ def test_the_state_is_updated_in_place_and_the_canvas_has_no_logits():
     model = diffusion_model()
     prompts = [[1] * 400] * 2
     end = dflax.EndOfText((2,), truncate=True, anywhere=True)
-    session = _session(
-        model, prompts, 512, 32, None, policies.Threshold(0.9), "dual", None, end, 0.0, None, None, 0.0, 0, None
-    )
+    session = prepare(model, prompts, 512, policy=policies.Threshold(0.9), cache="dual", end_of_text=end)
     lowered = program(model.config).run.lower(
         model.leaves, session.state, session.request, jax.device_put(np.int32(1)), plan=session.plan
     )
@@ -78,9 +76,7 @@ def test_the_state_is_updated_in_place_and_the_canvas_has_no_logits():
 
 def test_passes_per_call_are_counted():
     model = diffusion_model()
-    session = _session(
-        model, PROMPTS, 12, 4, None, policies.Schedule(), "dual", None, None, 0.0, None, None, 0.0, 0, None
-    )
+    session = prepare(model, PROMPTS, 12, 4, cache="dual")
     assert session.advance(3).nfe.tolist() == [3] * 3
     written = session.advance(2)  # in the middle of the second block
     assert written.passes.tolist() == [2, 3]

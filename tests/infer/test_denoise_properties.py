@@ -10,7 +10,7 @@ import dflax
 from dflax import policies
 from dflax.infer.canvas import slots
 from dflax.infer.denoise import full_pass, full_step, short_pass
-from dflax.infer.diffuse import _session
+from dflax.infer.diffuse import prepare
 from tests.infer.tiny_diffusion import MASK, TOKENS, diffusion_model
 
 GEN, BLOCK = 12, 4
@@ -54,7 +54,9 @@ def test_a_cache_refreshed_in_every_step_is_no_cache(cache, prompts, threshold):
     assert (fresh.tokens, fresh.commit_steps, fresh.nfe) == (none.tokens, none.commit_steps, none.nfe)
 
 
-@pytest.mark.parametrize("cache", [dflax.Cache("dual", refresh_every=2), slow("none"), slow(ONE_LENGTH)])
+@pytest.mark.parametrize(
+    "cache", [dflax.Cache("dual", refresh_every=2), slow("none"), slow(ONE_LENGTH), slow("prefix")]
+)
 @few
 @given(prompts=PROMPTS, others=PROMPTS, temperature=st.sampled_from([0.0, 0.7]), threshold=st.sampled_from([0.3, 0.6]))
 def test_a_row_does_not_know_its_neighbours(cache, prompts, others, temperature, threshold):
@@ -85,6 +87,16 @@ def test_alone_as_in_a_batch():
         assert (alone.tokens, alone.nfe) == ([tokens], [nfe])
 
 
+def test_counting_empty_passes_changes_no_token():
+    prompts = [[1, 2, 3, 4], [4], [3, 3, 0, 5]]
+    ask = lambda counted: answer(
+        "plain", prompts, policies.Threshold(0.1), dflax.Cache("dual", count_empty_pass=counted), temperature=0.9
+    )
+    plain, counted = ask(False), ask(True)
+    assert counted.tokens == plain.tokens
+    assert sum(counted.nfe) > sum(plain.nfe)
+
+
 def test_an_unguided_row_among_guided_ones_is_as_it_is_alone():
     prompts = [[1, 2, 3, 4], [4], [3, 3, 0, 5]]
     batch = answer("shifted", prompts, policies.Threshold(0.5), "dual", cfg_scale=[0.0, 1.5, 0.0])
@@ -104,9 +116,7 @@ def test_a_short_pass_just_after_the_full_one_equals_it(kind, cache, guidance):
     """On an unchanged canvas, at the active blocks of rows of different lengths, one of them truncated."""
     model = MODELS[kind]
     prompts = [[1, 2, 3, 4, 5, 0, 1], [4], [3, 3, 0, 5]]
-    session = _session(
-        model, prompts, GEN, BLOCK, None, policies.Schedule(), cache, None, None, 0.0, None, None, guidance, 0, None
-    )
+    session = prepare(model, prompts, GEN, BLOCK, cache=cache, cfg_scale=guidance)
     step = jax.jit(full_step, static_argnums=2)
     state = session.state
     for _ in range(BLOCK + 2):

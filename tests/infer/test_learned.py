@@ -31,7 +31,7 @@ def seen(seed=0, masked=None):
     return Observation(
         logits=jnp.asarray(logits), token=jnp.asarray(probs.argmax(-1), jnp.int32), raw=jnp.asarray(probs.max(-1)),
         confidence=jnp.asarray(probs.max(-1)), uncertainty=slots + 0.0, masked=live if masked is None else jnp.asarray(masked),
-        live=live, tokens=slots, step=row, steps=row + T, entry=row + T, quota=row + 1, coverage=slots + 1.0, progress=row + 0.0,
+        live=live, tokens=slots, step=row, steps=row + T, entry=row + T, quota=row + 1, progress=row + 0.0,
         is_end=~live,
     )  # fmt: skip
 

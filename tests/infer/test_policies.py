@@ -24,7 +24,7 @@ def observation(confidence, masked, logits=None, **fields):
         "logits": jnp.zeros((B, T, 3)) if logits is None else logits, "token": jnp.zeros((B, T), jnp.int32), "raw": confidence,
         "confidence": confidence, "uncertainty": jnp.zeros((B, T)), "masked": masked, "live": jnp.ones((B, T), bool),
         "tokens": jnp.zeros((B, T), jnp.int32), "step": row(0), "steps": row(4), "entry": row(T), "quota": row(1),
-        "coverage": jnp.ones((B, T)), "progress": jnp.zeros((B,)), "is_end": jnp.zeros((B, T), bool),
+        "progress": jnp.zeros((B,)), "is_end": jnp.zeros((B, T), bool),
     }  # fmt: skip
     return Observation(**(values | fields))
 

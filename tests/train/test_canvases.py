@@ -9,10 +9,9 @@ from dflax.train import stories
 from dflax.train.data import Document, Located
 
 
-def document(prompt, answer, earlier=()):
-    """prompt, and before it an earlier answer (which is prompt too)."""
-    tokens = [*earlier, *prompt, *answer]
-    mask = [True] * len(earlier) + [False] * len(prompt) + [True] * len(answer)
+def document(prompt, answer):
+    tokens = [*prompt, *answer]
+    mask = [False] * len(prompt) + [True] * len(answer)
     return Document(np.asarray(tokens, np.int32), np.asarray(mask, bool))
 
 
@@ -43,13 +42,17 @@ def test_a_batch_of_stories_is_a_pure_function_of_its_step():
         assert (answer[end:] == tokenizer.eos_token_id).all()
 
 
-def test_the_last_response_is_the_answer_and_too_long_prompts_are_dropped():
-    long = document([1] * 9, [3])
-    made = C.answer_rows([document([5], [8, 2], earlier=[6, 7]), long], 8, 4, end=2)
-    np.testing.assert_array_equal(made["tokens"], [[6, 7, 5, 8, 2, 2, 2, 2]])
-    np.testing.assert_array_equal(made["prompt_len"], [3])
+def test_every_response_is_an_answer_and_what_does_not_fit_is_said(capsys):
+    turns = Document(np.array([6, 7, 5, 8, 2]), np.array([False, True, False, True, True]))
+    made = C.answer_rows([turns, document([1] * 9, [3]), document([4], [1, 2, 3, 4, 5, 6])], 8, 4, end=2)
+    np.testing.assert_array_equal(
+        made["tokens"], [[6, 7, 2, 2, 2, 2, 2, 2], [6, 7, 5, 8, 2, 2, 2, 2], [4, 1, 2, 3, 4, 2, 2, 2]]
+    )
+    np.testing.assert_array_equal(made["prompt_len"], [1, 3, 1])
+    np.testing.assert_array_equal(made["length"], [5, 7, 5])
+    assert capsys.readouterr().out == "of 4 answers 1 are left out for long prompts, 1 are cut\n"
     with pytest.raises(DflaxError, match=r"rows of 8 tokens \(1 were dropped\)"):
-        C.answer_rows([long], 8, 4, end=2)
+        C.answer_rows([document([1] * 9, [3])], 8, 4, end=2)
 
 
 def test_text_is_joined_and_cut_and_some_rows_are_short():

@@ -25,7 +25,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def plain(model):
-    return record_batch(model, PROMPTS, len(PROMPTS), GEN, BLOCK, greedy=True)
+    return record_batch(model, PROMPTS, len(PROMPTS), GEN, BLOCK)
 
 
 def canvases(traces, row):
@@ -105,7 +105,7 @@ def test_rules_that_know_the_end_write_it(model, plain):
 
 
 def test_a_short_batch_is_filled_up(model, plain):
-    short = record_batch(model, PROMPTS[:2], len(PROMPTS), GEN, BLOCK, greedy=True)
+    short = record_batch(model, PROMPTS[:2], len(PROMPTS), GEN, BLOCK)
     for kind, traces in short.items():
         np.testing.assert_array_equal(traces.final, plain[kind].final[:2])
         np.testing.assert_array_equal(traces.token, plain[kind].token[:2])
