@@ -121,9 +121,8 @@ class Denoising:
         jax.block_until_ready(self.state.done)
         self.seconds += time.perf_counter() - begin
         s = self.state
-        fetched = jax.device_get((s.tokens, s.commit_step, s.length, s.nfe, s.empty, s.done, s.passes))
-        tokens, commit_step, length, nfe, empty, done, passes = fetched
-        return Written(tokens, commit_step, length, nfe + empty, done, passes)
+        nfe = s.nfe + s.empty
+        return Written(*jax.device_get((s.tokens, s.commit_step, s.length, nfe, s.done, s.passes)))
 
 
 def denoise(
