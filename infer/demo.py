@@ -8,6 +8,8 @@ from rich.console import Console
 from tyro.conf import Positional
 
 from dflax import text
+from dflax.errors import DflaxError
+from dflax.infer import denoise_demo
 from dflax.infer.generate import Output, generate, speculate, stream
 from dflax.infer.report import mean_acceptance_length, table
 from dflax.model import Model, load, locate
@@ -39,6 +41,8 @@ class DemoConfig:
     """What to answer; one of ours if left out."""
     pair: Literal["smollm2", "tiny"] = "smollm2"
     """SmolLM2-135M-Instruct and its drafter, or the tiny pair that solves arithmetic word problems."""
+    diffusion: bool = False
+    """In place of a pair, a diffusion model solves a problem out of the masks: one token a pass, and adaptively, side by side."""
     max_new_tokens: int = 128
     """Tokens to write at most."""
     block_size: int | None = None
@@ -83,9 +87,13 @@ class Comparison:
         )
 
 
-def run(config: DemoConfig, console: Console | None = None) -> Comparison:
+def run(config: DemoConfig, console: Console | None = None) -> Comparison | denoise_demo.Race:
     """Streams, measures, prints."""
     console = console or Console()
+    if config.repeats < 1:
+        raise DflaxError(f"repeats is {config.repeats}; it must be at least 1")
+    if config.diffusion:
+        return denoise_demo.run(config.prompt, config.seed, config.repeats, console)
     names = PAIRS[config.pair]
     for name in names:
         locate(name)  # a missing one is told before the other takes its time to load

@@ -1,6 +1,7 @@
 """`dflax denoise`: prompts from the command line or a file, answers as they come out of the masks or as JSON lines."""
 
 import json
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -14,7 +15,7 @@ import dflax
 from dflax import controllers, policies, text
 from dflax.errors import DflaxError
 from dflax.infer.canvas import Cache
-from dflax.infer.diffuse import DenoiseOutput, denoise, end_tokens, stream_denoise
+from dflax.infer.diffuse import DenoiseOutput, DenoisePiece, denoise, end_tokens, stream_denoise
 from dflax.infer.endings import EndOfText
 from dflax.infer.generate_command import THINKING
 from dflax.infer.prompts import read
@@ -169,27 +170,40 @@ def _look_ahead(config: DenoiseConfig) -> dflax.ConfidenceExtrapolation | None:
     )
 
 
+@dataclass(frozen=True)
+class Frame:
+    """An answer after a pass. answer: token ids, None where it is masked."""
+
+    answer: list[int | None]
+    nfe: int
+
+
+def frames(pieces: Iterable[DenoisePiece], gen_length: int) -> Iterator[Frame]:
+    """The single answer of a stream (`stream_denoise`) as it grows."""
+    answer: list[int | None] = [None] * gen_length
+    for piece in pieces:
+        for position, token in zip(piece.positions, piece.tokens, strict=True):
+            answer[position] = token
+        answer = answer[: piece.length]
+        yield Frame(list(answer), piece.nfe)
+
+
 def _watch(model: Model, prompts: list[Any], settings: dict[str, Any], gen_length: int) -> None:
     """One answer, redrawn after every pass on a terminal; elsewhere printed when it is done."""
-    pieces = stream_denoise(model, prompts, **settings)
     ends = set(end_tokens(model, settings["end_of_text"]))
-    answer: list[int | None] = [None] * gen_length
-    nfe = 0
+    frame = Frame([None] * gen_length, 0)
     console = Console()
     with Live(console=console, auto_refresh=False, transient=True) as live:
-        for piece in pieces:
-            nfe = piece.nfe
-            for position, token in zip(piece.positions, piece.tokens, strict=True):
-                answer[position] = token
-            answer = answer[: piece.length]
+        for frame in frames(stream_denoise(model, prompts, **settings), gen_length):
             if console.is_terminal:
-                live.update(Text(_shown(model, answer)), refresh=True)
+                live.update(Text(shown(model, frame.answer)), refresh=True)
+    answer = frame.answer
     cut = next((i for i, token in enumerate(answer) if token is None or token in ends), len(answer))
-    print(_shown(model, answer[:cut]))
-    console.print(f"{nfe} forward passes, {cut} tokens", style="dim", highlight=False)
+    print(shown(model, answer[:cut]))
+    console.print(f"{frame.nfe} forward passes, {cut} tokens", style="dim", highlight=False)
 
 
-def _shown(model: Model, answer: list[int | None]) -> str:
+def shown(model: Model, answer: list[int | None]) -> str:
     """Text with a sign for every masked token; ids where there is no tokenizer."""
     if model.tokenizer is None:
         return " ".join(MASK if token is None else str(token) for token in answer)

@@ -1,5 +1,6 @@
 """Prompts of every kind, chat templates, stop tokens, and streaming that never shows half of a character."""
 
+import json
 import os
 
 import numpy as np
@@ -119,6 +120,36 @@ def test_tokenizer_of_a_folder(tmp_path, tokenizer):
     with pytest.raises(DflaxError, match="cannot load the tokenizer in") as caught:
         text.load_tokenizer(tmp_path)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("where", ["config.json", "tokenizer_config.json"])
+def test_the_code_of_a_checkpoint_is_neither_run_nor_asked_about(tmp_path, tokenizer, where, monkeypatch):
+    tokenizer.save_pretrained(tmp_path)
+    named = {
+        "AutoConfig": "configuration_llada.LLaDAConfig",
+        "AutoTokenizer": ["tokenization_dream.DreamTokenizer", None],
+    }
+    path = tmp_path / where
+    kept = json.loads(path.read_text()) if path.is_file() else {"model_type": "llada"}
+    path.write_text(json.dumps(kept | {"auto_map": named}))
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked"))
+    assert text.load_tokenizer(tmp_path).encode("hi") == tokenizer.encode("hi")
+
+
+def test_vocabulary_and_merges_as_dream_has_them(tmp_path):
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: i for i, token in enumerate([*alphabet, "he", "llo"])} | {"<|mask|>": 258}
+    (tmp_path / "vocab.json").write_text(json.dumps({**vocab, "ll": 259}))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\nh e\nl l\nll o\n")
+    settings = {
+        "auto_map": {"AutoTokenizer": ["tokenization_dream.DreamTokenizer", None]}, "tokenizer_class": "DreamTokenizer",
+        "mask_token": "<|mask|>", "chat_template": TEMPLATE,
+        "added_tokens_decoder": {"258": {"content": "<|mask|>", "special": True}},
+    }  # fmt: skip
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    loaded = text.load_tokenizer(tmp_path)
+    assert loaded.encode("hello<|mask|>") == [256, 257, 258]
+    assert text.render_chat(loaded, [{"role": "user", "content": "hi"}]) == "<s>hi"
 
 
 def stream(tokenizer, ids, sizes):

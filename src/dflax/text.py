@@ -1,6 +1,7 @@
 """Text and tokens: the tokenizer of a folder, prompts of every accepted kind, stop tokens, text while it is being written."""
 
 import importlib
+import json
 import operator
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,9 +24,22 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> Tokenizer | None:
     if not any((Path(folder) / name).is_file() for name in FILES):
         return None
     try:
-        return quiet_transformers().AutoTokenizer.from_pretrained(os.fspath(folder), local_files_only=True)
+        return _reader(Path(folder)).from_pretrained(os.fspath(folder), local_files_only=True)
     except Exception as error:  # a damaged file shows as almost any exception type
         raise DflaxError(f"cannot load the tokenizer in {folder}: {_one_line(error)}") from error
+
+
+def _reader(folder: Path) -> Any:
+    """The class that reads the tokenizer of a folder.
+
+    For a checkpoint that brings Python files along (LLaDA, Dream), AutoTokenizer stops to ask whether to run them. They are never run:
+    such a tokenizer is an ordinary one, in a tokenizer.json or as Qwen2's vocabulary and merges.
+    """
+    transformers = quiet_transformers()
+    parts = [folder / name for name in ("config.json", "tokenizer_config.json")]
+    if not any("auto_map" in json.loads(part.read_text()) for part in parts if part.is_file()):
+        return transformers.AutoTokenizer
+    return transformers.PreTrainedTokenizerFast if (folder / "tokenizer.json").is_file() else transformers.Qwen2Tokenizer
 
 
 def quiet_transformers() -> Any:
