@@ -20,6 +20,7 @@ import numpy as np
 from jaxtyping import Float64
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
@@ -132,6 +133,54 @@ def plot_speeds(path: str | Path, tokens_per_second: Mapping[str, float], baseli
     _figure(path, draw)
 
 
+def plot_accuracy(
+    path: str | Path, curves: Mapping[str, Sequence[tuple[float, float, float]]], target: float, title: str = ""
+) -> None:
+    """PNG: accuracy against tokens per forward pass.
+
+    Args:
+      curves: by policy (tokens per pass, accuracy in per cent, its standard error) of every value of its knob.
+      target: the accuracy at which policies are compared, a dashed line; NaN draws none.
+    """
+
+    def draw(axes: Axes) -> None:
+        for number, (name, points) in enumerate(curves.items()):
+            x, y, error = zip(*points, strict=True)
+            axes.errorbar(
+                x, y, yerr=error, marker="osD^v"[number // 10 % 5], markersize=4, linewidth=1, capsize=2, label=name
+            )
+        if math.isfinite(target):
+            axes.axhline(target, color="gray", linestyle="--", linewidth=1)
+        axes.set(xlabel="tokens per forward pass", ylabel="accuracy, %", title=title)
+        axes.legend(fontsize=7)
+
+    _figure(path, draw, (8.0, 5.0))
+
+
+def plot_commit_steps(path: str | Path, steps: Mapping[str, Sequence[float]], block_length: int) -> None:
+    """PNG, a heat map: the forward pass that wrote each position of the answer, a row per method. NaN: no pass did.
+
+    Args:
+      steps: by method, the pass from 1 of every position.
+      block_length: lines are drawn between blocks.
+    """
+    values = np.array(list(steps.values()), np.float64)
+    last = np.nanmax(values) if np.isfinite(values).any() else 1.0
+
+    def draw(axes: Axes) -> None:
+        norm = LogNorm(1, max(last, 2.0))  # plain decoding takes many times the passes of the others
+        image = axes.imshow(values, aspect="auto", interpolation="nearest", norm=norm, cmap="viridis")
+        for edge in range(block_length, values.shape[1], block_length):
+            axes.axvline(edge - 0.5, color="white", linewidth=1)
+        axes.set_yticks(range(len(steps)), list(steps), fontsize=7)
+        axes.set(xlabel="position in the answer")
+        bar = axes.figure.colorbar(image, label="written in pass", format="%d")
+        bar.set_ticks([tick for tick in (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000) if tick <= norm.vmax])
+        bar.minorticks_off()
+
+    _figure(path, draw, (9.0, 1.5 + 0.35 * len(steps)))
+
+
 def write_json(path: str | Path, data: Mapping[str, Any]) -> None:
     """Writes `data`, with `provenance()` under that name, beside its place and renames it. NaN becomes null, arrays lists."""
     text = json.dumps(_plain({**data, "provenance": provenance()}), indent=2, allow_nan=False)
@@ -198,9 +247,9 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
-def _figure(path: str | Path, draw: Callable[[Axes], None]) -> None:
+def _figure(path: str | Path, draw: Callable[[Axes], None], inches: tuple[float, float] = (7.0, 4.0)) -> None:
     """One panel, drawn by `draw`, as a PNG. No pyplot: no global state, and no display is needed."""
-    figure = Figure(figsize=(7, 4), layout="constrained")
+    figure = Figure(figsize=inches, layout="constrained")
     canvas = FigureCanvasAgg(figure)
     draw(figure.add_subplot())
     _write(path, lambda file: canvas.print_png(file))

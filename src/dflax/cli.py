@@ -40,6 +40,12 @@ COMMANDS = {
         "answer prompts with a diffusion language model", "dflax.infer.denoise_command", "DenoiseConfig"
     ),
     "bench": Command("measure speed and acceptance on sets of prompts", "dflax.infer.bench", "BenchConfig"),
+    "bench diffusion": Command(
+        "measure accuracy, passes and speed of ways to denoise",
+        "dflax.infer.diffusion_bench",
+        "DiffusionBenchConfig",
+        presets=True,
+    ),
     "inspect": Command("say what a checkpoint is and which of its keys matter", "dflax.inspection", "InspectConfig"),
     "distill": Command(
         "let a target write responses to train a drafter on", "dflax.train.distill", "DistillConfig", presets=True
@@ -121,10 +127,12 @@ def _dispatch(arguments: list[str]) -> int:
         return 0
     name, rest = arguments[0], arguments[1:]
     if any(known.startswith(f"{name} ") for known in COMMANDS):
-        if not rest or rest[0] in ("-h", "--help"):
+        itself = name in COMMANDS and (not rest or rest[0].startswith("-"))  # `dflax bench` is a command and a group
+        if not itself and (not rest or rest[0] in ("-h", "--help")):
             print(_overview(f"{name} "))
             return 0
-        name, rest = f"{name} {rest[0]}", rest[1:]
+        if not itself:
+            name, rest = f"{name} {rest[0]}", rest[1:]
     if name not in COMMANDS:
         raise DflaxError(f"there is no command {name!r}; commands are {', '.join(COMMANDS)} (dflax --help)")
     command = COMMANDS[name]
@@ -143,6 +151,9 @@ def _parse(kind: type, name: str, arguments: list[str], presets: bool) -> Any:
     import tyro
 
     options: dict[str, Any] = {"description": inspect.cleandoc(kind.__doc__ or "")}
+    for other, command in COMMANDS.items():
+        if other.startswith(f"{name} "):
+            options["description"] += f"\n\nSee also dflax {other}: {command.help}."
     if presets:
         from dflax import configs
 
