@@ -153,7 +153,7 @@ def exact_match(
     for split in ("validation", "test"):
         right = []
         for start in range(0, count, batch):
-            drawn = list(stories.stories(0, split, min(batch, count - start), start))
+            drawn = list(stories.stories(0, split, min(batch, count - start), start, terse=True))
             prompts = [problem.prompt for problem in drawn]
             texts = denoise(model, prompts, gen_length=gen_length, block_length=block_length, **options).texts
             assert texts is not None
