@@ -1,6 +1,7 @@
 """TOML presets, one per published setting and per tiny one, and how a preset becomes the dataclass of a command."""
 
 import dataclasses
+import json
 import tomllib
 import types
 import typing
@@ -25,6 +26,13 @@ def load(name: str) -> dict[str, Any]:
     if name not in names():
         raise DflaxError(f"there is no preset {name!r}; presets are {', '.join(names()) or '(none)'}")
     return tomllib.loads(resources.files(__name__).joinpath(f"{name}.toml").read_text(encoding="utf-8"))
+
+
+def published(model: str) -> dict[str, Any] | None:
+    """The config.json of a model on the hub that a preset is for, as published: its shape, known without a network. Else None."""
+    known = json.loads(resources.files(__name__).joinpath("models.json").read_text(encoding="utf-8"))
+    found = known.get(model)
+    return known[found] if isinstance(found, str) else found  # a string: the same shape as that model
 
 
 def build(kind: type[T], values: Mapping[str, Any], where: str, missing: Any = dataclasses.MISSING) -> T:

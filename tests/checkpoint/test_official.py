@@ -8,7 +8,7 @@ import re
 import numpy as np
 import pytest
 
-from dflax import families
+from dflax import configs, families
 from dflax.checkpoint import match
 from dflax.errors import DflaxError
 from dflax.models import decoder, drafter, params
@@ -57,7 +57,7 @@ def model(request):
 @pytest.fixture(scope="module")
 def parameters(model):
     """Rules, and shapes of the abstract module's parameters (built once per model: it takes seconds)."""
-    raw = model[0]["config"]
+    raw = configs.published(model[0]["model"])
     if families.is_drafter(raw):
         config = families.parse_drafter(raw)
         module = params.abstract(lambda rngs: drafter.Drafter(config, rngs=rngs))
@@ -95,6 +95,6 @@ def test_one_tensor_less_or_more_or_turned_is_an_error(model, parameters):
 
 
 def test_the_config_survives_the_way_out_and_back(model):
-    raw = model[0]["config"]
+    raw = configs.published(model[0]["model"])
     parse = families.parse_drafter if families.is_drafter(raw) else families.parse
     assert parse(families.to_hf(parse(raw))) == parse(raw)
