@@ -26,7 +26,7 @@ class Task:
 
 
 def load_stories(tokenizer: text.Tokenizer | None, count: int, seed: int = 0, split: str = "test") -> list[Task]:
-    """The arithmetic stories of the package, unseen in training; right is the value behind the last ####."""
+    """The arithmetic stories that diffusion models learn; right is the value behind the last ####."""
     from dflax.train import stories  # brings the tokenizers library with it
 
     if tokenizer is None:

@@ -131,54 +131,84 @@ def run(recipe: ControllerRecipe) -> Path:
     A run that was killed goes on when called again with the same recipe.
     """
     out = Path(recipe.out)
-    model = load(
-        recipe.model, dtype=recipe.dtype, mask_token_id=None if recipe.mask_token_id < 0 else recipe.mask_token_id
-    )
+    model, prompts = start(recipe)
+    traces = record_traces(recipe, model, prompts)
+    result: dict[str, Any] = {
+        "prompts": len(prompts),
+        "steps_per_block": {kind: part.passes() for kind, part in traces.items()},
+        "right_at_first_sight": float(traces["standard"].agrees[:, :, 0].mean()),
+    }
+    ce, result["extrapolation"] = fit_look_ahead(recipe, traces)
+    result["constants"] = dataclasses.asdict(ce)
+    controller, figures = learn(recipe, model, prompts, traces, ce)
+    result |= figures
+    save(out / "controller", controller, ce)
+    if recipe.filter:
+        learned, result["filter"] = learn_filter(recipe, traces)
+        save(out / "filter", learned, ce)
+    beside = out / "result.partial"
+    beside.write_text(json.dumps(result, indent=1) + "\n")
+    os.replace(beside, out / "result.json")
+    return out
+
+
+def start(recipe: ControllerRecipe) -> tuple[Model, list[list[int]]]:
+    """The model and the prompts to record."""
+    given = None if recipe.mask_token_id < 0 else recipe.mask_token_id
+    model = load(recipe.model, dtype=recipe.dtype, mask_token_id=given)
     check_diffusion(model)
     prompts = _prompts(recipe, model)
     if len(prompts) < VALIDATION:
         raise DflaxError(
             f"there are {len(prompts)} prompts; a tenth is for validation, so at least {VALIDATION} are needed"
         )
+    return model, prompts
+
+
+def record_traces(recipe: ControllerRecipe, model: Model, prompts: Sequence[Sequence[int]]) -> dict[str, Traces]:
+    """Of plain decoding ("standard") and the extremely greedy policy ("greedy"), kept in OUT/traces."""
     identity = {name: getattr(recipe, name) for name in ("model", "dtype", "gen_length", "block_length")}
     identity["weights"] = _digest(jnp.sum(jnp.abs(leaf), dtype=jnp.float32) for leaf in model.leaves)
-    traces = recorded(
-        out / "traces", prompts, recipe.batch,
+    return recorded(
+        Path(recipe.out) / "traces", prompts, recipe.batch,
         lambda part, number: record_batch(model, part, recipe.batch, recipe.gen_length, recipe.block_length),
         identity,
     )  # fmt: skip
-    result: dict[str, Any] = {
-        "prompts": len(prompts),
-        "steps_per_block": {kind: part.passes() for kind, part in traces.items()},
-        "right_at_first_sight": float(traces["standard"].agrees[:, :, 0].mean()),
-    }
 
-    ce = recipe.look_ahead
-    if recipe.fit:
-        found = extrapolation.fit(sequences(traces["standard"]), ce)
-        ce, result["extrapolation"] = found.constants, found.figures
-    result["constants"] = dataclasses.asdict(ce)
 
+def fit_look_ahead(
+    recipe: ControllerRecipe, traces: dict[str, Traces]
+) -> tuple[ConfidenceExtrapolation, dict[str, Any] | None]:
+    """The constants, with the figures of the fit if the recipe asks for one."""
+    if not recipe.fit:
+        return recipe.look_ahead, None
+    found = extrapolation.fit(sequences(traces["standard"]), recipe.look_ahead)
+    return found.constants, found.figures
+
+
+def learn(
+    recipe: ControllerRecipe, model: Model, prompts: Sequence[Sequence[int]], traces: dict[str, Traces],
+    ce: ConfidenceExtrapolation,
+) -> tuple[Controller, dict[str, Any]]:  # fmt: skip
+    """The controller of these traces, after as many rounds of its own as the recipe says, and the figures of every training."""
+    runs, figures = Path(recipe.out) / "runs", {}
     chosen = [_of_rule(part, recipe.rule) for part in _split(traces)]
-    controller, result["controller"] = _train(recipe, chosen, ce, out / "runs" / "controller")
+    controller, figures["controller"] = _train(recipe, chosen, ce, runs / "controller")
     for number in range(1, recipe.own_rounds + 1):
         own = _own(recipe, model, prompts, traces["standard"], controller, ce, number)
         chosen = [concatenate([part, more["own"]]) for part, more in zip(chosen, _split({"own": own}), strict=True)]
         name = f"controller-{number}"
-        controller, figures = _train(recipe, chosen, ce, out / "runs" / name)
-        result[name] = {**figures, "steps_per_block": own.passes()}
-    _save(out / "controller", controller, ce)
-    if recipe.filter:
-        train, held = (part["greedy"] for part in _split(traces))
-        settings = dataclasses.replace(recipe.filter_train, out=str(out / "runs" / "filter"))
-        learned, result["filter"] = train_filter(
-            train, held, settings, patience=recipe.patience, identity={"prompts": len(prompts)}
-        )
-        _save(out / "filter", learned, ce)
-    beside = out / "result.partial"
-    beside.write_text(json.dumps(result, indent=1) + "\n")
-    os.replace(beside, out / "result.json")
-    return out
+        controller, found = _train(recipe, chosen, ce, runs / name)
+        figures[name] = {**found, "steps_per_block": own.passes()}
+    return controller, figures
+
+
+def learn_filter(recipe: ControllerRecipe, traces: dict[str, Traces]) -> tuple[AcceptanceFilter, dict[str, float]]:
+    """Learn2PD's filter of the greedy traces, and its figures."""
+    train, held = (part["greedy"] for part in _split(traces))
+    settings = dataclasses.replace(recipe.filter_train, out=str(Path(recipe.out) / "runs" / "filter"))
+    identity = {"prompts": len(traces["greedy"].final)}
+    return train_filter(train, held, settings, patience=recipe.patience, identity=identity)
 
 
 def _prompts(recipe: ControllerRecipe, model: Model) -> list[list[int]]:
@@ -256,6 +286,7 @@ def _digest(leaves: Iterable[Any]) -> str:
     return hashlib.sha256(b"".join(np.asarray(leaf).tobytes() for leaf in leaves)).hexdigest()[:16]
 
 
-def _save(folder: Path, module: Controller | AcceptanceFilter, ce: ConfidenceExtrapolation) -> None:
+def save(folder: Path, module: Controller | AcceptanceFilter, ce: ConfidenceExtrapolation) -> None:
+    """A controller or filter with the constants of the same traces."""
     controllers.save(folder, module)
     controllers.save_extrapolation(folder, ce)
