@@ -78,9 +78,9 @@ class Frozen:
     (the draft vocabulary); None when every id is scored.
     """
 
-    embed: Float[Array, "V E"]
-    head: Float[Array, "Vd E"]
-    draft_index: Int[Array, " V"] | None = None
+    embed: Float[Any, "V E"]
+    head: Float[Any, "Vd E"]
+    draft_index: Int[Any, " V"] | None = None
 
     @classmethod
     def make(cls, embed: Array, head: Array, draft_ids: Any = None) -> "Frozen":

@@ -203,7 +203,7 @@ class _Run:
         self.frozen = None if frozen is None else _place_frozen(frozen, self.mesh)
         optimizer = make_optimizer(config, self.total)
         self.schedule = learning_rate_schedule(config, self.total)
-        abstract = _abstract_state(params, optimizer, self.mesh, axes, self._say)
+        self.train_step, abstract = jitted_step(params, loss_fn, config, self.total, self.mesh, axes, self._say)
         shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
 
         out = Path(config.out)
@@ -225,9 +225,6 @@ class _Run:
         self.saved_at = start
         self.out = out
         self.log = metrics_module.MetricsFile(out / "metrics.jsonl", self.step) if self.main else None
-        self.train_step = jax.jit(
-            _make_step(loss_fn, optimizer, config), donate_argnums=0, out_shardings=(shardings, None)
-        )
 
     def close(self) -> None:
         self.checkpoints.close()
@@ -340,6 +337,21 @@ class _Run:
         metadata = {"waiting": self.waiting, "seconds": self.seconds, "enough": self.enough}
         self.checkpoints.save(self.step, _named(self.state), metadata)
         self.saved_at = self.step
+
+
+def jitted_step(
+    params: PyTree, loss_fn: Any, config: TrainConfig, total: int, mesh: Mesh, axes: Any = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> tuple[Any, TrainState]:  # fmt: skip
+    """The step of `fit`, (state, batch, frozen) -> (state, metrics), jitted with the state donated; and that state as shapes with places.
+
+    params: arrays or shapes. total: steps of the schedule. say: told what a mesh replicates for want of a divisor.
+    """
+    optimizer = make_optimizer(config, total)
+    abstract = _abstract_state(params, optimizer, mesh, axes, say)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
+    step = jax.jit(_make_step(loss_fn, optimizer, config), donate_argnums=0, out_shardings=(shardings, None))
+    return step, abstract
 
 
 def _first_state(params: PyTree, optimizer: optax.GradientTransformation) -> TrainState:

@@ -46,6 +46,11 @@ COMMANDS = {
         "DiffusionBenchConfig",
         presets=True,
     ),
+    "compile": Command(
+        "compile a loop or a training step for a TPU slice or GPUs that need not be there",
+        "dflax.infer.compile_command",
+        "CompileConfig",
+    ),
     "inspect": Command("say what a checkpoint is and which of its keys matter", "dflax.inspection", "InspectConfig"),
     "distill": Command(
         "let a target write responses to train a drafter on", "dflax.train.distill", "DistillConfig", presets=True
@@ -84,6 +89,12 @@ COMMANDS = {
         "train and compare the drafters of the paper's ablations",
         "dflax.train.ablations",
         "AblationConfig",
+        presets=True,
+    ),
+    "train controller-ablations": Command(
+        "train and compare controllers and look-aheads of adaptive denoising",
+        "dflax.train.controller_ablations",
+        "ControllerAblationConfig",
         presets=True,
     ),
     "export": Command("write a model or a trained drafter as a Hugging Face folder", "dflax.export", "ExportConfig"),

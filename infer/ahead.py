@@ -1,0 +1,69 @@
+"""The decoding loops compiled ahead of time, from configurations alone."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from dflax import abstract
+from dflax.config import DrafterConfig, ModelConfig
+from dflax.infer import denoise, speculative
+from dflax.infer.canvas import Cache, columns
+from dflax.infer.denoise import Plan, Request
+from dflax.infer.policies import Policy
+from dflax.infer.sampling import SamplingParams
+from dflax.infer.state import capacity
+
+
+def speculative_loop(
+    target: ModelConfig,
+    drafter: DrafterConfig | None,
+    mesh: Mesh,
+    batch: int,
+    context: int,
+    block_size: int,
+    dtype: str,
+) -> jax.stages.Compiled:
+    """The loop of `dflax.speculate` (drafter None, block size 1: of `dflax.generate`), greedy, with caches of `context` columns."""
+    program = speculative.program(target, drafter)
+    shape = partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+    state = jax.eval_shape(
+        partial(program.start, dtype=jnp.dtype(dtype)), shape((batch, capacity(context))), shape((batch,))
+    )[0]
+    weights = (
+        abstract.leaves(target, mesh, dtype),
+        None if drafter is None else abstract.leaves(drafter, mesh, dtype),
+        None,
+    )
+    params = SamplingParams.build(batch, target.vocab_size, stop_ids=list(target.eos_token_ids))
+    arguments = (
+        weights,
+        abstract.loop_state(state, mesh, batch),
+        *abstract.replicated((jax.eval_shape(lambda: params), np.int32(0)), mesh),
+    )
+    return program.run.lower(*arguments, block_size=block_size, sampled=False).compile()
+
+
+def denoising_loop(
+    model: ModelConfig, mesh: Mesh, batch: int, context: int, gen_length: int, block_length: int, cache: str,
+    policy: Policy, extrapolation: Any, dtype: str,
+) -> jax.stages.Compiled:  # fmt: skip
+    """The loop of `dflax.denoise` at temperature 0 on canvases of prompts of `context` - `gen_length` tokens."""
+    program = denoise.program(model)
+    plan = Plan(block_length=block_length, gen_length=gen_length, cache=Cache.of(cache), guided=False, sampled=False)
+    params = SamplingParams.build(batch, model.vocab_size, stop_ids=list(model.eos_token_ids))
+    request = Request(
+        params, np.zeros(batch, np.float32), np.int32(block_length), np.bool_(False), policy, extrapolation, None
+    )
+    shape = partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+    start = partial(program.start, plan=plan, dtype=jnp.dtype(dtype))
+    state = jax.eval_shape(start, shape((batch, columns(context))), shape((batch,)), request)
+    arguments = (
+        abstract.leaves(model, mesh, dtype),
+        abstract.loop_state(state, mesh, batch),
+        *abstract.replicated(jax.eval_shape(lambda: (request, jnp.int32(0))), mesh),
+    )
+    return program.run.lower(*arguments, plan=plan).compile()

@@ -1,0 +1,277 @@
+"""`dflax compile`: a loop or a training step compiled for chips that are not there, and what the compiler says of it."""
+
+import dataclasses
+import json
+import math
+import re
+import time
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+from tyro.conf import Positional
+
+from dflax import abstract, configs
+from dflax.config import ModelConfig
+from dflax.errors import DflaxError
+from dflax.infer import ahead, roofline
+from dflax.infer.report import table, write_json
+from dflax.kernels_pallas.chips import Topology, topology
+from dflax.sharding import make_mesh
+
+COLLECTIVE = re.compile(
+    r"= (?P<shape>\S+|\(.*?\)) (?P<kind>all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
+)
+ARRAY = re.compile(r"\b(pred|[a-z]+\d+)\[([\d,]*)\]")
+WIDTHS = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8}
+
+
+@dataclass(frozen=True)
+class CompileConfig:
+    """Compile a preset's loop or training step for a TPU slice or GPUs, with no such hardware and no weights.
+
+    Tells bytes per device, FLOPs and bytes as the compiler counts them, collectives, whether it fits, and a lower bound of a step's time
+    from the chip's published peaks. A TPU needs the extra aot-tpu, a GPU aot-gpu and the CUDA toolkit's ptxas.
+    """
+
+    preset: Positional[str]
+    """A preset of `dflax train drafter` or `dflax train diffusion`: its models and settings."""
+    topology: str = "v5e:4x4"
+    """CHIP:SHAPE: v5e:4x4, v5p:4x4x4, v6e:8x8, h100, h100:8, h200, b200, ..."""
+    mesh: str = ""
+    """Such as "data=4,tensor=4"; default: decoding cuts heads as far as key/value heads go, training cuts parameters (fsdp)."""
+    what: Literal["auto", "speculate", "denoise", "train"] = "auto"
+    """auto: the decoding loop that the preset's model is for."""
+    batch: int = 0
+    """Rows decoded together, or rows of a training step; 0: one row, or the preset's (at least one a chip)."""
+    context: int = 4096
+    """Columns of the cache: prompt, answer and a block. The estimate takes them as half full."""
+    block_size: int = 0
+    """Of speculation; 0: the preset's."""
+    acceptance_length: float = 6.5
+    """Tokens per round that the predicted speed-up assumes. Published for Qwen3-8B: 6.5."""
+    gen_length: int = 256
+    """This and the next two: of denoising."""
+    block_length: int = 32
+    cache: Literal["none", "prefix", "dual"] = "dual"
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Of weights, activations and caches when decoding."""
+    out: str = ""
+    """Also write the report to this JSON file."""
+
+    def __post_init__(self) -> None:
+        for name in ("context", "gen_length", "block_length"):
+            if getattr(self, name) < 1:
+                raise DflaxError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.batch < 0 or self.block_size < 0 or self.acceptance_length < 1:
+            raise DflaxError("batch and block_size must not be negative, acceptance_length at least 1")
+
+
+@dataclass(frozen=True)
+class Report:
+    """What came out. Bytes, flops and bytes_moved are per device and of the whole program, whose loops count once."""
+
+    what: str
+    preset: str
+    topology: str
+    mesh: str
+    chips: int
+    settings: dict[str, Any]
+    compile_seconds: float
+    argument_bytes: int
+    output_bytes: int
+    alias_bytes: int
+    temp_bytes: int
+    memory: float
+    flops: float
+    bytes_moved: float
+    collectives: dict[str, tuple[int, int]]
+    """Kind -> how often it stands in the program, bytes of its results."""
+    step_seconds: float
+    plain_seconds: float | None
+    source: str
+
+    @property
+    def peak_bytes(self) -> int:
+        """Arguments, temporaries and what is not written in place."""
+        return self.argument_bytes + self.temp_bytes + self.output_bytes - self.alias_bytes
+
+    @property
+    def fits(self) -> bool:
+        return self.peak_bytes <= self.memory
+
+    def lines(self) -> str:
+        gib = lambda n: f"{n / 2**30:.2f} GiB"
+        named = {
+            "program": f"{self.what} of preset {self.preset}, {json.dumps(self.settings)}",
+            "devices": f"{self.chips} x {self.topology.partition(':')[0]} ({self.topology}), mesh {self.mesh}",
+            "compiled in": f"{self.compile_seconds:.1f} s",
+            "arguments": gib(self.argument_bytes),
+            "of these in place": gib(self.alias_bytes),
+            "temporaries": gib(self.temp_bytes),
+            "peak": f"{gib(self.peak_bytes)} of {gib(self.memory)}: {'fits' if self.fits else 'DOES NOT FIT'}",
+            "FLOPs, bytes moved": f"{self.flops:.3g}, {self.bytes_moved:.3g} (the compiler's count, without kernels)"
+            if self.flops
+            else "not counted by this compiler",
+            "collectives": ", ".join(
+                f"{n} {kind} ({size / 2**20:.1f} MiB)" for kind, (n, size) in self.collectives.items()
+            )
+            or "none",
+            "a step takes at least": f"{self.step_seconds * 1e3:.3g} ms by published peaks ({self.source})",
+        }
+        if self.plain_seconds is not None:
+            speed = self.settings["acceptance_length"] * self.plain_seconds / self.step_seconds
+            named["a plain step"] = f"{self.plain_seconds * 1e3:.3g} ms by the same bound"
+            named["predicted speed-up"] = f"{speed:.2f} at acceptance length {self.settings['acceptance_length']:g}"
+        return table(["per device", ""], [[k, v] for k, v in named.items()])
+
+
+def run(config: CompileConfig) -> Report:
+    """Compiles and prints the report."""
+    values = configs.load(config.preset)
+    what = _what(config, values)
+    found = topology(config.topology)
+    made = {"speculate": _speculate, "denoise": _denoise, "train": _train}[what](config, values, found)
+    print(made.lines())
+    if config.out:
+        write_json(config.out, dataclasses.asdict(made) | {"peak_bytes": made.peak_bytes, "fits": made.fits})
+    return made
+
+
+def _what(config: CompileConfig, values: dict[str, Any]) -> str:
+    known = ("speculate", "train") if "target" in values else ("denoise",) if "model" in values else ()
+    if not known:
+        raise DflaxError(f"preset {config.preset} names neither a target nor a model; nothing can be compiled from it")
+    what = known[0] if config.what == "auto" else config.what
+    if what not in known:
+        raise DflaxError(f"preset {config.preset} is for {' or '.join(known)}, not {what}")
+    return what
+
+
+def _mesh(config: CompileConfig, found: Topology, model: ModelConfig | None) -> Mesh:
+    """model None: for training."""
+    text, count = config.mesh, len(found.devices)
+    if not text:
+        text = f"fsdp={count}"
+        if model is not None:
+            tensor = math.gcd(count, model.num_kv_heads)
+            text = f"data={count // tensor},tensor={tensor}"
+    return make_mesh(text, found.devices)
+
+
+def _speculate(config: CompileConfig, values: dict[str, Any], found: Topology) -> Report:
+    from dflax.train.ahead import configs_of
+
+    target, drafter, _ = configs_of(_recipe(config, values))
+    mesh, rows = _mesh(config, found, target), config.batch or 1
+    block = config.block_size or drafter.block_size
+    compile_ = lambda: ahead.speculative_loop(target, drafter, mesh, rows, config.context, block, config.dtype)
+    live, width = config.context // 2, np.dtype(jax.numpy.dtype(config.dtype)).itemsize
+    work = [
+        roofline.speculative_round(target, who, rows, size, live, width) for who, size in ((drafter, block), (None, 1))
+    ]
+    settings = {"batch": rows, "context": config.context, "block_size": block, "dtype": config.dtype}
+    settings["acceptance_length"] = config.acceptance_length
+    return _report("speculate", config, found, mesh, settings, compile_, *work)
+
+
+def _denoise(config: CompileConfig, values: dict[str, Any], found: Topology) -> Report:
+    from dflax.infer.policies import Threshold
+
+    model = abstract.config_of(values["model"])
+    assert isinstance(model, ModelConfig)
+    if values.get("mask_token_id", -1) >= 0:
+        model = dataclasses.replace(model, mask_token_id=values["mask_token_id"])
+    mesh, rows = _mesh(config, found, model), config.batch or 1
+    compile_ = lambda: ahead.denoising_loop(
+        model, mesh, rows, config.context, config.gen_length, config.block_length, config.cache, Threshold(), None,
+        config.dtype,
+    )  # fmt: skip
+    width = np.dtype(jax.numpy.dtype(config.dtype)).itemsize
+    full = roofline.forward(model, rows, config.context, 0, width, config.block_length, model.vocab_size)
+    short = roofline.forward(
+        model, rows, config.block_length, config.context, width, config.block_length, model.vocab_size
+    )
+    settings = {"batch": rows, "context": config.context, "cache": config.cache, "dtype": config.dtype}
+    settings |= {"gen_length": config.gen_length, "block_length": config.block_length}
+    return _report("denoise", config, found, mesh, settings, compile_, full if config.cache == "none" else short)
+
+
+def _train(config: CompileConfig, values: dict[str, Any], found: Topology) -> Report:
+    from dflax.train.ahead import configs_of, drafter_step
+
+    recipe = _recipe(config, values)
+    mesh = _mesh(config, found, None)
+    rows = config.batch or max(recipe.rows_per_step, len(found.devices))
+    recipe = dataclasses.replace(recipe, rows_per_step=rows)
+    target, drafter, _ = configs_of(recipe)
+    width = np.dtype(jax.numpy.dtype(recipe.dtype)).itemsize
+    work = roofline.drafter_training(target, drafter, rows, recipe.length, recipe.objective.anchors, width)
+    settings = {
+        "rows": rows,
+        "length": recipe.length,
+        "anchors": recipe.objective.anchors,
+        "block_size": recipe.block_size,
+    }
+    settings |= {"target": recipe.dtype, "accumulation": recipe.train.accumulation}
+    return _report("train", config, found, mesh, settings, lambda: drafter_step(recipe, mesh), work)
+
+
+def _recipe(config: CompileConfig, values: dict[str, Any]) -> Any:
+    from dflax.train.recipe import DrafterRecipe
+
+    return configs.build(DrafterRecipe, {"data": ["-"], **values}, f"preset {config.preset}")
+
+
+def _report(
+    what: str, config: CompileConfig, found: Topology, mesh: Mesh, settings: dict[str, Any], compile_: Any, work: roofline.Work,
+    plain: roofline.Work | None = None,
+) -> Report:  # fmt: skip
+    begin = time.perf_counter()
+    try:
+        compiled: jax.stages.Compiled = compile_()
+    except jax.errors.JaxRuntimeError as error:
+        raise DflaxError(f"the compiler refuses: {' '.join(str(error).split())[:400]}") from error
+    seconds = time.perf_counter() - begin
+    memory, cost = compiled.memory_analysis(), compiled.cost_analysis() or {}
+    assert memory is not None
+    moved = collectives(compiled.as_text() or "")
+    sent = float(sum(size for _, size in moved.values()))
+    chip, chips = found.chip, len(found.devices)
+    return Report(
+        what=what,
+        preset=config.preset,
+        topology=config.topology,
+        mesh=",".join(f"{name}={size}" for name, size in mesh.shape.items() if size > 1) or "one device",
+        chips=chips,
+        settings=settings,
+        compile_seconds=seconds,
+        argument_bytes=memory.argument_size_in_bytes,
+        output_bytes=memory.output_size_in_bytes,
+        alias_bytes=memory.alias_size_in_bytes,
+        temp_bytes=memory.temp_size_in_bytes,
+        memory=chip.memory,
+        flops=float(cost.get("flops", 0.0)),
+        bytes_moved=float(cost.get("bytes accessed", 0.0)),
+        collectives=moved,
+        step_seconds=work.seconds(chip, chips, sent),
+        plain_seconds=None if plain is None else plain.seconds(chip, chips),
+        source=chip.source,
+    )
+
+
+def collectives(text: str) -> dict[str, tuple[int, int]]:
+    """Of a compiled program's text: kind -> (how many, bytes of their results), instructions in loops once."""
+    found: dict[str, tuple[int, int]] = {}
+    for match in COLLECTIVE.finditer(text):
+        sizes = [
+            math.prod(int(n) for n in dims.split(",") if n) * WIDTHS.get(kind, 4)
+            for kind, dims in ARRAY.findall(match["shape"])
+        ]
+        # What starts asynchronously has a tuple of operand and result.
+        size = max(sizes, default=0) if match[0].endswith("-start(") else sum(sizes)
+        count, total = found.get(match["kind"], (0, 0))
+        found[match["kind"]] = (count + 1, total + size)
+    return found

@@ -1,0 +1,157 @@
+"""`dflax compile` where no compiler for another chip is needed: what is asked, what is counted, what is refused."""
+
+import dataclasses
+import importlib.util
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from dflax import abstract, cli, configs
+from dflax.config import ModelConfig, MoEConfig
+from dflax.infer import compile_command as C
+from dflax.infer import roofline
+from dflax.kernels_pallas import chips
+from dflax.models import params
+from dflax.sharding import make_mesh
+from tests.infer.tiny import drafter_config, random_model, target_config
+
+
+@pytest.fixture
+def here(monkeypatch):
+    """This machine's CPU in place of a chip."""
+    chip = dataclasses.replace(chips.CHIPS["h100"], memory=2.0**20)
+    monkeypatch.setattr(C, "topology", lambda name: chips.Topology(name, chip, tuple(jax.devices()[:1])))
+
+
+@pytest.fixture
+def preset(monkeypatch, tmp_path):
+    """A preset of a tiny pair."""
+    folder = tmp_path / "target"
+    random_model(target_config("qwen3"), 0).save(folder)
+    values = {
+        "target": str(folder), "block_size": 4, "layers": 1, "taps": 1, "mask_token_id": 3, "length": 32, "rows_per_step": 2,
+        "objective": {"anchors": 4}, "train": {"steps": 2},
+    }  # fmt: skip
+    monkeypatch.setattr(configs, "load", lambda name: values)
+    return values
+
+
+@pytest.mark.parametrize("what", ["speculate", "train"])
+def test_a_report_of_what_the_compiler_says(here, preset, what, capsys, tmp_path):
+    out = tmp_path / "report.json"
+    report = C.run(C.CompileConfig("tiny", "h100", what=what, context=128, dtype="float32", out=str(out)))
+    target = abstract.config_of(preset["target"])
+    assert isinstance(target, ModelConfig)
+    weights = sum(leaf.nbytes for leaf in _arrays(target))
+    assert report.argument_bytes > weights
+    assert 0 < report.alias_bytes <= report.argument_bytes  # the state is donated
+    assert report.flops > 0
+    assert report.collectives == {}
+    printed = capsys.readouterr().out
+    assert "fits" in printed
+    assert ("predicted speed-up" in printed) == (what == "speculate")
+    assert '"fits"' in out.read_text()
+
+
+def _arrays(config):
+    made = abstract.parameters(config, make_mesh(""), "float32")
+    return [np.zeros(leaf.shape, leaf.dtype) for leaf in made.values()]
+
+
+def test_a_denoising_loop(here, monkeypatch, tmp_path, capsys):
+    config = target_config("llada", bidirectional=True, mask_token_id=6, head_dim=4)
+    random_model(config, 0).save(tmp_path / "model")
+    monkeypatch.setattr(configs, "load", lambda name: {"model": str(tmp_path / "model")})
+    report = C.run(C.CompileConfig("tiny", "h100", context=32, gen_length=16, block_length=8, dtype="float32"))
+    cache = 2 * config.num_layers * config.num_kv_heads * 32 * config.head_dim * 4
+    assert cache <= report.alias_bytes < cache + 2**14
+    assert report.plain_seconds is None
+    assert "DOES NOT FIT" not in capsys.readouterr().out
+
+
+def test_abstract_leaves_are_those_of_the_model(tmp_path):
+    model = random_model(target_config("qwen3"), 0)
+    leaves = abstract.leaves(model.config, make_mesh(""), "float32")
+    assert [leaf.shape for leaf in leaves] == [leaf.shape for leaf in model.leaves]
+    assert params.flatten(model.module).keys() == abstract.parameters(model.config, make_mesh(""), "float32").keys()
+
+
+def test_collectives_are_found_and_weighed():
+    text = """
+      %all-reduce.1 = f32[8,128]{1,0} all-reduce(f32[8,128]{1,0} %x), replica_groups={}
+      %ag = (bf16[4]{0}, bf16[16]{0}) all-gather-start(bf16[4]{0} %y), dimensions={0}
+      %agd = bf16[16]{0} all-gather-done(%ag)
+      %two = (f32[2]{0}, s32[3]{0}) all-reduce(f32[2]{0} %a, s32[3]{0} %b)
+    """
+    assert C.collectives(text) == {"all-reduce": (2, 8 * 128 * 4 + 5 * 4), "all-gather": (1, 32)}
+
+
+def test_collectives_of_a_real_program():
+    if len(jax.devices()) < 2:
+        pytest.skip("one device has nobody to talk to")
+    mesh = make_mesh("tensor=2", jax.devices()[:2])
+    x = jax.ShapeDtypeStruct((4, 64), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec(None, "tensor")))
+    text = jax.jit(lambda x: x.sum(1), out_shardings=NamedSharding(mesh, PartitionSpec())).lower(x).compile().as_text()
+    assert C.collectives(text) == {"all-reduce": (1, 16)}
+
+
+def test_least_work_by_hand():
+    config = dataclasses.replace(
+        target_config("qwen3"), hidden_size=10, num_heads=2, num_kv_heads=1, head_dim=4, num_layers=3, intermediate_size=7,
+        vocab_size=11,
+    )  # fmt: skip
+    layers = 3 * ((2 * 2 + 2 * 1) * 4 * 10 + 3 * 10 * 7)
+    assert roofline.layer_parameters(config) == (layers, layers)
+    work = roofline.forward(config, rows=2, block=5, live=100, width=2, head_rows=1, vocabulary=11)
+    kept = 2 * 3 * 1 * 4 * 100 * 2
+    assert work.bytes == (layers + 110 + kept) * 2
+    assert work.flops == 2 * layers * 10 + 2 * 110 * 2 + 4 * 3 * 2 * 4 * 105 * 10
+    chip = dataclasses.replace(chips.CHIPS["h100"], flops=1e6, bandwidth=1e3, link=10.0)
+    assert roofline.Work(5e3, 2e6).seconds(chip, 2, 20.0) == 5e3 / 1e3 / 2 + 2.0
+    assert roofline.Work(1e3, 9e6).seconds(chip, 1) == 9.0
+
+
+def test_experts_are_read_as_often_as_tokens_meet_them():
+    moe = MoEConfig(num_experts=8, experts_per_token=2, intermediate_size=5, norm_topk_prob=True)
+    config = dataclasses.replace(target_config("qwen3"), moe=moe, num_layers=1, moe_layers=(True,))
+    dense = (config.num_heads + config.num_kv_heads) * 2 * config.head_dim * config.hidden_size
+    expert = 3 * config.hidden_size * 5
+    one, many = roofline.layer_parameters(config, 1), roofline.layer_parameters(config, 1000)
+    assert one[0] == pytest.approx(dense + 2 * expert)
+    assert many[0] == pytest.approx(dense + 8 * expert)
+    assert one[1] == many[1] == dense + 2 * expert
+
+
+def test_a_drafter_adds_to_a_round_and_a_bound_speed_up_cannot_exceed_the_acceptance():
+    target = target_config("qwen3")
+    drafter = drafter_config(target)
+    plain = roofline.speculative_round(target, None, 1, 1, 64, 2)
+    both = roofline.speculative_round(target, drafter, 1, drafter.block_size, 64, 2)
+    assert both.bytes > plain.bytes
+    assert both.flops > plain.flops * drafter.block_size
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["qwen3-8b-dflash", "--topology", "v9:2x2"], "there is no chip 'v9'"),
+        (["qwen3-8b-dflash", "--topology", "v5e:two"], "should read CHIP:SHAPE"),
+        (["qwen3-8b-dflash", "--what", "denoise"], "is for speculate or train, not denoise"),
+        (["arith"], "names neither a target nor a model"),
+        (["no-such-preset"], "there is no preset"),
+        (["qwen3-8b-dflash", "--context", "0"], "context is 0"),
+    ],
+)
+def test_what_is_refused(arguments, says, capsys):
+    assert cli.main(["compile", *arguments]) == 2
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "extra"), [("v5e:2x2", "aot-tpu"), ("h100", "aot-gpu")])
+def test_a_missing_compiler_is_told_with_its_extra(name, extra, monkeypatch, capsys):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda module: None)
+    assert cli.main(["compile", "qwen3-8b-dflash", "--topology", name]) == 2
+    assert f"dflax[{extra}]" in capsys.readouterr().err

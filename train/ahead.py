@@ -1,0 +1,57 @@
+"""A training step compiled ahead of time, from a recipe alone."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from dflax import abstract
+from dflax.config import DrafterConfig, ModelConfig
+from dflax.errors import DflaxError
+from dflax.infer.speculative import merger
+from dflax.model import Model, build
+from dflax.models import params
+from dflax.sharding import batch_sharding
+from dflax.train.drafter import Frozen, make_loss
+from dflax.train.features import online
+from dflax.train.recipe import DrafterRecipe, drafter_config
+from dflax.train.trainer import jitted_step
+
+TOTAL = 1000  # steps of the schedule, which is part of the program but not of its shape
+
+
+def configs_of(recipe: DrafterRecipe) -> tuple[ModelConfig, DrafterConfig, np.ndarray | None]:
+    """Target, drafter, and a draft vocabulary of the recipe's size."""
+    target = abstract.config_of(recipe.target)
+    if isinstance(target, DrafterConfig):
+        raise DflaxError(f"{recipe.target} is a drafter itself; target must be the model that verifies")
+    ids = np.arange(recipe.draft_vocabulary, dtype=np.int32) if recipe.draft_vocabulary else None
+    return target, drafter_config(recipe, Model(target, None), ids), ids
+
+
+def drafter_step(recipe: DrafterRecipe, mesh: Mesh) -> jax.stages.Compiled:
+    """The step of `dflax train drafter` with the target's features made online."""
+    target, config, ids = configs_of(recipe)
+    graph = params.abstract(lambda rngs: build(config, rngs))
+    soft = recipe.soft_labels if recipe.objective.labels == "soft" else 0
+    prepare = online(merger(target), config.target_layer_ids, soft, ids)
+    loss = make_loss(lambda leaves: params.fill(graph, leaves), config.block_size, recipe.objective, prepare)
+    step, state = jitted_step(params.flatten(graph), loss, recipe.train, TOTAL, mesh)
+    weights = abstract.parameters(target, mesh, recipe.dtype)
+    embed = weights["embed_tokens.weight"]
+    head = embed if target.tie_word_embeddings else weights["lm_head.weight"]
+    shared = jax.eval_shape(lambda embed, head: Frozen.make(embed, head, ids), embed, head)
+    shared = Frozen(embed, head if ids is None else shared.head, shared.draft_index)
+    if ids is not None:
+        shared = Frozen(embed, *abstract.replicated((shared.head, shared.draft_index), mesh))
+    batch = {
+        name: _rows(recipe.rows_per_step, recipe.length, dtype, mesh)
+        for name, dtype in {"tokens": jnp.int32, "loss_mask": jnp.bool_, "ctx_start": jnp.int32}.items()
+    }
+    return step.lower(state, batch, (abstract.leaves(target, mesh, recipe.dtype), shared)).compile()
+
+
+def _rows(rows: int, length: int, dtype: Any, mesh: Mesh) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((rows, length), dtype, sharding=batch_sharding((rows, length), mesh))
