@@ -13,6 +13,7 @@ from dflax import text
 from dflax.errors import DflaxError
 from dflax.train import stories
 from dflax.train.data import Document, Located, Shuffled
+from dflax.train.trainer import Batches
 
 Batch = dict[str, np.ndarray]
 
@@ -107,3 +108,18 @@ class TextBatches:
         cut = chance.random(rows) < self._cut_share
         shorter = chance.integers(1, columns, rows, endpoint=True, dtype=np.int32)
         return {**batch, "length": np.where(cut, shorter, batch["length"])}
+
+
+class EasyFirst:
+    """Batches that say of every row whether it is noised easily (`DiffusionObjective.easy_share`): up to step `until`."""
+
+    def __init__(self, batches: Batches, until: int):
+        self._batches, self._until = batches, until
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return self._batches.steps_per_epoch
+
+    def batch_at(self, step: int) -> Batch:
+        batch = self._batches.batch_at(step)
+        return {**batch, "easy": np.full(len(batch["tokens"]), step < self._until)}

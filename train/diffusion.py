@@ -38,6 +38,10 @@ class DiffusionObjective:
     follows is hidden without loss, what precedes it is clean (as in Blockwise SFT, arXiv 2508.19529)."""
     block_length: int = 32
     """Of blockwise rows."""
+    easy_share: float = 0.0
+    """Share of the steps, the first ones, with easy rows: noise levels below `easy_t`, nothing blockwise. What must be computed from
+    several visible tokens is learnt where they are visible; a uniform level hides most of them most of the time."""
+    easy_t: float = 0.4
     chunk: int = 16384
     """Rows of logits that exist at once."""
 
@@ -46,8 +50,11 @@ class DiffusionObjective:
             raise DflaxError(f"t_min is {self.t_min} and t_max {self.t_max}; they must satisfy 0 <= t_min < t_max <= 1")
         if not 0 < self.eps < 1:
             raise DflaxError(f"eps is {self.eps}; it must lie between 0 and 1")
-        if not 0 <= self.blockwise <= 1:
-            raise DflaxError(f"blockwise is {self.blockwise}; it is a share, between 0 and 1")
+        for name in ("blockwise", "easy_share"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise DflaxError(f"{name} is {getattr(self, name)}; it is a share, between 0 and 1")
+        if self.easy_share and not self.t_min < self.easy_t <= self.t_max:
+            raise DflaxError(f"easy_t is {self.easy_t}; it must lie above t_min and not above t_max")
         for name in ("block_length", "chunk"):
             if getattr(self, name) < 1:
                 raise DflaxError(f"{name} is {getattr(self, name)}; it must be at least 1")
@@ -65,20 +72,23 @@ class Noised:
     size: Int[Any, " B"]
 
 
-def noise_levels(key: Array, rows: int, t_min: float = 0.0, t_max: float = 1.0) -> Float[Array, " B"]:
-    """Stratified: row i draws from the i-th of B equal parts of (t_min, t_max), all by one shared offset."""
-    offset = jax.random.uniform(key)
-    return t_min + (t_max - t_min) * (jnp.arange(rows) + offset) / rows
+def noise_levels(key: Array, rows: int) -> Float[Array, " B"]:
+    """Stratified: row i draws from the i-th of B equal parts of (0, 1), all by one shared offset."""
+    return (jnp.arange(rows) + jax.random.uniform(key)) / rows
 
 
-def noise(key: Array, region: Bool[Array, "B S"], config: DiffusionObjective) -> Noised:
-    """Which tokens of every row are hidden; outside of `region` none is."""
+def noise(
+    key: Array, region: Bool[Array, "B S"], config: DiffusionObjective, easy: Bool[Array, " B"] | None = None
+) -> Noised:
+    """Which tokens of every row are hidden; outside of `region` none is. easy: rows of `easy_share`."""
     level_key, pick_key, kind_key, block_key = jax.random.split(key, 4)
     B = region.shape[0]
-    t = noise_levels(level_key, B, config.t_min, config.t_max)
+    easy = jnp.zeros((B,), bool) if easy is None else easy
+    t = noise_levels(level_key, B)
+    t = config.t_min + t * (jnp.where(easy, config.easy_t, config.t_max) - config.t_min)
     later = jnp.zeros_like(region)
     if config.blockwise > 0:
-        by_block = jax.random.uniform(kind_key, (B, 1)) < config.blockwise
+        by_block = (jax.random.uniform(kind_key, (B, 1)) < config.blockwise) & ~easy[:, None]
         block = (jnp.cumsum(region, axis=1) - 1) // config.block_length  # of every token of the region
         blocks = -(-region.sum(1, keepdims=True) // config.block_length)
         chosen = jnp.floor(jax.random.uniform(block_key, (B, 1)) * blocks)
@@ -171,12 +181,13 @@ def diffusion_loss(
     length: Int[Array, " B"],
     answer_columns: int,
     config: DiffusionObjective,
+    easy: Bool[Array, " B"] | None = None,
 ) -> tuple[Float[Array, ""], dict[str, Array]]:
     """Loss of a batch, and metrics: `accuracy` over hidden tokens with loss, tokens seen.
 
-    tokens: prompt, answer, end tokens; row b ends at length[b]. prompt_len 0: pretraining.
+    tokens: prompt, answer, end tokens; row b ends at length[b]. prompt_len 0: pretraining. easy: as in `noise`.
     """
-    noised = noise(key, answer_region(prompt_len, length, tokens.shape[1]), config)
+    noised = noise(key, answer_region(prompt_len, length, tokens.shape[1]), config, easy)
     ce, right = hidden_cross_entropy(model, tokens, noised.hidden, prompt_len, length, answer_columns, config.chunk)
     accuracy = (right & noised.counted).sum() / jnp.maximum(noised.counted.sum(), 1)
     return weigh(ce, noised, config), {"accuracy": accuracy, "tokens": length.sum()}

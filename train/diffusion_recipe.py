@@ -17,7 +17,7 @@ from dflax.errors import DflaxError
 from dflax.model import Model, load
 from dflax.models import params
 from dflax.train import data, stories, trainer
-from dflax.train.canvases import Batch, StoryBatches, TextBatches, answer_rows, text_rows
+from dflax.train.canvases import Batch, EasyFirst, StoryBatches, TextBatches, answer_rows, text_rows
 from dflax.train.diffusion import DiffusionObjective, diffusion_loss, likelihood_bound
 from dflax.train.language import fresh
 
@@ -109,6 +109,9 @@ def train_diffusion(recipe: DiffusionRecipe) -> Path:
     mesh = sharding.make_mesh(recipe.train.mesh) if recipe.train.mesh else None
     model = _start(recipe, mesh)
     batches, held_out = _data(recipe, model)
+    if recipe.objective.easy_share:
+        total = recipe.train.total_steps(batches.steps_per_epoch)
+        batches = EasyFirst(batches, round(total * recipe.objective.easy_share))
     graph, answer_columns = model.module, recipe.answer_columns
 
     def ready(leaves: Any) -> Any:

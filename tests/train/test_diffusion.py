@@ -74,9 +74,9 @@ def test_prompts_and_what_lies_behind_a_row_are_never_hidden():
 def test_levels_are_stratified_and_tokens_are_hidden_at_their_rate():
     t = np.asarray(D.noise_levels(jax.random.key(1), 8))
     assert np.array_equal(np.floor(t * 8), np.arange(8))
-    bounded = np.asarray(D.noise_levels(jax.random.key(1), 8, 0.3, 0.8))
-    assert 0.3 <= bounded.min() < bounded.max() <= 0.8
     every = jnp.ones((16, 4000), bool)
+    bounded = np.asarray(noise(jax.random.key(1), every, config=D.DiffusionObjective(t_min=0.3, t_max=0.8)).rate)
+    assert 0.3 <= bounded.min() < 0.35 < 0.75 < bounded.max() <= 0.801
     noised = noise(jax.random.key(2), every, config=D.DiffusionObjective(eps=0.1))
     t = np.asarray(D.noise_levels(jax.random.split(jax.random.key(2), 4)[0], 16))
     np.testing.assert_allclose(noised.rate, 0.9 * t + 0.1, rtol=1e-5)
@@ -143,6 +143,21 @@ def test_blockwise_rows_are_what_block_by_block_decoding_meets():
     assert {block for b, block in seen if b == 1} == {0, 1, 2, 3}
 
 
+def test_easy_rows_hide_little_and_anywhere():
+    every, easy = jnp.ones((16, 4000), bool), jnp.arange(16) % 2 == 0
+    config = D.DiffusionObjective(blockwise=1.0, block_length=1000, easy_share=0.5, easy_t=0.25)
+    noised = noise(jax.random.key(2), every, config=config, easy=easy)
+    plain = noise(jax.random.key(2), every, config=config)
+    share = np.asarray(noised.hidden).mean(1)
+    assert (share[::2] < 0.27).all()
+    assert np.asarray(noised.size)[::2].tolist() == [4000] * 8
+    np.testing.assert_array_equal(
+        noised.hidden, noised.counted | (np.asarray(noised.hidden) & ~np.asarray(easy)[:, None])
+    )
+    for name in ("hidden", "counted", "rate", "size"):  # the others are what they would be without
+        np.testing.assert_array_equal(np.asarray(getattr(noised, name))[1::2], np.asarray(getattr(plain, name))[1::2])
+
+
 def test_chunks_change_nothing(model, tokens):
     leaves, key = params.flatten(model), jax.random.key(3)
 
@@ -175,6 +190,13 @@ def test_the_bound_hides_every_count_once(model, monkeypatch):
 
 
 def test_bad_values_are_named():
-    for wrong in ({"t_min": 0.8, "t_max": 0.3}, {"eps": 0.0}, {"blockwise": 1.5}, {"chunk": 0}):
+    for wrong in (
+        {"t_min": 0.8, "t_max": 0.3},
+        {"eps": 0.0},
+        {"blockwise": 1.5},
+        {"chunk": 0},
+        {"easy_share": -1.0},
+        {"easy_t": 0.9, "easy_share": 0.1, "t_max": 0.5},
+    ):
         with pytest.raises(DflaxError, match=next(iter(wrong))):
             D.DiffusionObjective(**wrong)
