@@ -27,6 +27,7 @@ from dflax.infer.policies import Observation, Policy, linear_quota
 from dflax.infer.sampling import Noise, SamplingParams, keys
 from dflax.infer.speculative import merger
 from dflax.models.decoder import Decoder
+from dflax.sharding import loop_state_sharding
 
 CHUNK = 64  # rows that a question about the whole canvas sends through the head at once
 
@@ -329,7 +330,7 @@ def wants_short(state: CanvasState, plan: Plan, mask: int) -> Bool[Array, ""]:
 class Program:
     """The jitted functions of a diffusion model, compiled once per shapes, plan, kind of policy, look-ahead and end of text.
 
-    start(prompts [B, S], start [B], request, plan=, dtype=) -> state
+    start(prompts [B, S], start [B], request, plan=, dtype=, mesh=) -> state, placed over the mesh if there is one
     run(leaves, state, request, passes, plan=) -> state: until every row is done, `passes` at most; the state is donated
     """
 
@@ -348,14 +349,14 @@ def program(config: ModelConfig) -> Program:
     mask = config.mask_token_id
     assert mask is not None
 
-    @partial(jax.jit, static_argnames=("plan", "dtype"))
-    def start(prompts, start, request, plan, dtype):
+    @partial(jax.jit, static_argnames=("plan", "dtype", "mesh"))
+    def start(prompts, start, request, plan, dtype, mesh=None):
         B, S = prompts.shape
         column = jnp.arange(S, dtype=jnp.int32)
         zero = jnp.zeros((B,), jnp.int32)
         policy: Policy = request.policy
         rows = 2 * B if plan.guided else B
-        return CanvasState(
+        state = CanvasState(
             cache=None if plan.cache.kind == "none" else KVCache.empty(config, rows, S, dtype),
             tokens=jnp.where(column < start[:, None], prompts, mask),
             start=start,
@@ -373,6 +374,7 @@ def program(config: ModelConfig) -> Program:
             policy=policy.init(B, plan.block_length, config.vocab_size),
             trend=None if request.ahead is None else request.ahead.init(B, plan.block_length),
         )
+        return state if mesh is None else jax.lax.with_sharding_constraint(state, loop_state_sharding(state, mesh, B))
 
     @partial(jax.jit, donate_argnames="state", static_argnames="plan")
     def run(leaves, state, request, passes, plan):

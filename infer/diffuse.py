@@ -104,7 +104,7 @@ class Denoising:
         self.request: Request = jax.device_put(request)
         self.seconds = 0.0
         self.state: CanvasState = self._program.start(
-            *jax.device_put((tokens, self.lengths)), self.request, plan=plan, dtype=model.dtype
+            *jax.device_put((tokens, self.lengths)), self.request, plan=plan, dtype=model.dtype, mesh=model.mesh
         )
 
     @property

@@ -64,7 +64,9 @@ class Session:
         for row, prompt in zip(tokens, prompts, strict=True):
             row[: len(prompt)] = prompt
         self.state: LoopState
-        self.state, self._hidden = self._program.start(*jax.device_put((tokens, self.end)), dtype=target.dtype)
+        self.state, self._hidden = self._program.start(
+            *jax.device_put((tokens, self.end)), dtype=target.dtype, mesh=target.mesh
+        )
         self._weights = (target.leaves, None if drafter is None else drafter.leaves, None)
         if drafter is not None and drafter.draft_ids is not None:
             vocabulary = self._program.vocabulary(self._weights, jax.device_put(drafter.draft_ids))

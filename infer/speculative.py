@@ -22,6 +22,7 @@ from dflax.model import build
 from dflax.models import params as parameters
 from dflax.models.decoder import Decoder
 from dflax.models.drafter import Drafter
+from dflax.sharding import loop_state_sharding
 
 
 @jax.tree_util.register_dataclass
@@ -208,7 +209,7 @@ class Program:
     They depend on the configurations, not on the weights, which come as flat leaves (`Model.leaves`) with every call: the same
     programs serve every checkpoint of a drafter in training. States are donated.
 
-      start(prompts [B, S], end [B], dtype) -> (state, hidden [B, E])
+      start(prompts [B, S], end [B], dtype=, mesh=) -> (state, hidden [B, E]): placed over the mesh if there is one
       vocabulary(weights, ids [Vd]) -> DraftVocabulary
       prefill(weights, state, hidden, length [B], start, size=) -> (state, hidden)
       first(weights, state, hidden, params) -> state
@@ -237,11 +238,11 @@ def program(target: ModelConfig, drafter: DrafterConfig | None) -> Program:
         target_leaves, drafter_leaves, vocabulary = weights
         return Pair(merge_target(target_leaves), merge_drafter(drafter_leaves), vocabulary)
 
-    @partial(jax.jit, static_argnames="dtype")
-    def start(prompts, end, dtype):
-        return LoopState.start(prompts, end, target, drafter, dtype), jnp.zeros(
-            (prompts.shape[0], target.hidden_size), dtype
-        )
+    @partial(jax.jit, static_argnames=("dtype", "mesh"))
+    def start(prompts, end, dtype, mesh=None):
+        B = prompts.shape[0]
+        state = LoopState.start(prompts, end, target, drafter, dtype), jnp.zeros((B, target.hidden_size), dtype)
+        return state if mesh is None else jax.lax.with_sharding_constraint(state, loop_state_sharding(state, mesh, B))
 
     @jax.jit
     def vocabulary(weights, ids):

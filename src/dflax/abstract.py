@@ -12,7 +12,7 @@ from dflax.config import DrafterConfig, ModelConfig
 from dflax.errors import DflaxError
 from dflax.model import build, locate
 from dflax.models import params
-from dflax.sharding import parameter_sharding, spec
+from dflax.sharding import loop_state_sharding, parameter_sharding
 
 
 def config_of(name: str) -> ModelConfig | DrafterConfig:
@@ -40,19 +40,9 @@ def leaves(config: ModelConfig | DrafterConfig, mesh: Mesh, dtype: Any) -> tuple
 
 
 def loop_state(state: Any, mesh: Mesh, batch: int) -> Any:
-    """The state of a decoding loop (arrays or shapes) with its places: caches over batch and key/value heads, other arrays by row."""
-
-    def place(leaf: Any) -> jax.ShapeDtypeStruct:
-        axes: tuple[str | None, ...] = (None,) * leaf.ndim
-        if leaf.ndim == 5:  # a stacked cache [L, B, Hkv, S, D]
-            axes = ("layers", "batch", "kv_heads", "length", "head_dim")
-        elif leaf.ndim and leaf.shape[0] == batch:
-            axes = ("batch", *axes[1:])
-        return jax.ShapeDtypeStruct(
-            leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec(axes, leaf.shape, mesh)[0])
-        )
-
-    return jax.tree.map(place, state)
+    """The state of a decoding loop (arrays or shapes) with its places."""
+    shape = lambda leaf, own: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=own)
+    return jax.tree.map(shape, state, loop_state_sharding(state, mesh, batch))
 
 
 def replicated(tree: Any, mesh: Mesh) -> Any:

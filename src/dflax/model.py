@@ -54,6 +54,12 @@ class Model:
     def dtype(self) -> jnp.dtype:
         return next(iter(params.flatten(self.module).values())).dtype
 
+    @property
+    def mesh(self) -> Mesh | None:
+        """The mesh that it was loaded onto; None on a single device."""
+        mesh = getattr(self.leaves[0].sharding, "mesh", None)
+        return mesh if isinstance(mesh, Mesh) and mesh.size > 1 else None
+
     def logits(self, tokens: Int[Array, "B S"] | np.ndarray) -> Float[Array, "B S V"]:
         """float32 logits of every position; rows of equal length. Raw: those of a model with shifted logits are not moved."""
         return self._whole(lambda module, t: module.logits(module.whole(t).hidden), tokens)

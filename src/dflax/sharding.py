@@ -148,3 +148,18 @@ def batch_sharding(shape: Sequence[int], mesh: Mesh) -> NamedSharding:
         return NamedSharding(mesh, PartitionSpec())
     found, _ = spec(("batch", *(None,) * (len(shape) - 1)), shape, mesh)
     return NamedSharding(mesh, found)
+
+
+def loop_state_sharding(state: Any, mesh: Mesh, batch: int) -> Any:
+    """Where the state of a decoding loop lies (arrays or shapes in): caches over batch and key/value heads, what has a row per prompt over
+    the batch, the rest everywhere."""
+
+    def place(leaf: Any) -> NamedSharding:
+        axes: tuple[str | None, ...] = (None,) * leaf.ndim
+        if leaf.ndim == 5:  # a stacked cache [L, B, Hkv, S, D]
+            axes = ("layers", "batch", "kv_heads", "length", "head_dim")
+        elif leaf.ndim and leaf.shape[0] == batch:
+            axes = ("batch", *axes[1:])
+        return NamedSharding(mesh, spec(axes, leaf.shape, mesh)[0])
+
+    return jax.tree.map(place, state)

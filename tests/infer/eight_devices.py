@@ -1,0 +1,59 @@
+"""Run by test_mesh.py in a process with eight CPU devices: what every mesh writes, and where weights and caches lie, as JSON."""
+
+import json
+import sys
+
+import jax
+import numpy as np
+
+import dflax
+from dflax.infer.diffuse import prepare
+from dflax.infer.generate import _session
+from dflax.sharding import make_mesh
+
+MESHES = {"": 1, "tensor=2": 2, "data=2,fsdp=2,tensor=2": 8}
+PROMPTS = [[1, 2, 3], [4, 5], [5, 1, 2, 3, 4, 5, 1], [2]]
+NEW = 12
+
+
+def on(folder: str, mesh: str) -> dflax.Model:
+    devices = jax.devices()[: MESHES[mesh]]
+    return dflax.load(folder, mesh=make_mesh(mesh, devices) if mesh else None)
+
+
+def share(arrays: list[jax.Array]) -> float:
+    """The largest part of these arrays' bytes that one device holds."""
+    held: dict[jax.Device, int] = {}
+    for array in arrays:
+        for piece in array.addressable_shards:
+            held[piece.device] = held.get(piece.device, 0) + piece.data.nbytes
+    return max(held.values()) / sum(array.nbytes for array in arrays)
+
+
+def main(target_folder: str, drafter_folder: str, diffusion_folder: str) -> None:
+    found = {}
+    for mesh in MESHES:
+        target, drafter, diffusion = (on(folder, mesh) for folder in (target_folder, drafter_folder, diffusion_folder))
+        out = dflax.speculate(target, drafter, PROMPTS, NEW, temperature=[0.0, 0.0, 0.8, 0.8])
+        answers = dflax.denoise(diffusion, PROMPTS, gen_length=16, block_length=8, cache="dual")
+        session = _session(target, drafter, PROMPTS, NEW, 0.0, None, None, 0, [], None)
+        session.prefill()
+        session.advance(drafter.config.block_size, 2)
+        canvas = prepare(diffusion, PROMPTS, gen_length=16, block_length=8, cache="dual")
+        canvas.advance(2)
+        cache, canvas_cache = session.state.cache, canvas.state.cache
+        found[mesh] = {
+            "tokens": out.tokens,
+            "plain": dflax.generate(target, PROMPTS, NEW, temperature=[0.0, 0.0, 0.8, 0.8]).tokens,
+            "lengths": out.acceptance_lengths,
+            "answers": answers.tokens,
+            "nfe": answers.nfe,
+            "weights": share([leaf for leaf in target.leaves if leaf.ndim > 1]),
+            "cache": share([cache.k, cache.v]),
+            "canvas": share([canvas_cache.k, canvas_cache.v]),
+        }
+    json.dump(found, sys.stdout, default=np.ndarray.tolist)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,55 @@
+"""Decoding over eight virtual devices: the same tokens as on one, and a share of weights and caches on each."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.infer.eight_devices import MESHES
+from tests.infer.tiny import drafter_config, random_model, target_config
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("mesh")
+    target = target_config("qwen3")
+    random_model(target, 0).save(folder / "target")
+    drafter = drafter_config(target)
+    drafter = dataclasses.replace(drafter, causal=(False,) * drafter.num_layers)
+    random_model(drafter, 1).save(folder / "drafter")
+    random_model(target_config("llada", bidirectional=True, mask_token_id=6, head_dim=4), 3).save(folder / "diffusion")
+    environment = os.environ | {
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0",
+        "JAX_PLATFORMS": "cpu",
+        "JAX_DEFAULT_MATMUL_PRECISION": "highest",
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+    }
+    command = [
+        sys.executable,
+        "-m",
+        "tests.infer.eight_devices",
+        *(str(folder / name) for name in ("target", "drafter", "diffusion")),
+    ]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("mesh", list(MESHES)[1:])
+def test_every_mesh_writes_what_one_device_writes(found, mesh):
+    for what in ("tokens", "plain", "lengths", "answers", "nfe"):
+        assert found[mesh][what] == found[""][what], what
+    assert found[""]["tokens"] == found[""]["plain"]
+
+
+def test_weights_and_caches_are_cut_and_not_copied(found):
+    """Heads, feed-forward and vocabulary over tensor (the vocabulary of 7 is not divisible), widths over fsdp, rows over data and fsdp."""
+    assert found[""]["weights"] == found[""]["cache"] == 1
+    assert found["tensor=2"]["cache"] == found["tensor=2"]["canvas"] == 1 / 2
+    assert found["data=2,fsdp=2,tensor=2"]["cache"] == found["data=2,fsdp=2,tensor=2"]["canvas"] == 1 / 8
+    assert 1 / 2 <= found["tensor=2"]["weights"] < 0.6
+    assert 1 / 4 <= found["data=2,fsdp=2,tensor=2"]["weights"] < 0.3
