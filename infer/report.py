@@ -24,6 +24,8 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from dflax.infer.frontier import Interval
+
 PACKAGES = ("dflax", "jax", "jaxlib", "flax", "numpy", "transformers")
 """Packages whose versions a record names."""
 
@@ -165,20 +167,38 @@ def plot_commit_steps(path: str | Path, steps: Mapping[str, Sequence[float]], bl
       block_length: lines are drawn between blocks.
     """
     values = np.array(list(steps.values()), np.float64)
-    last = np.nanmax(values) if np.isfinite(values).any() else 1.0
+    last = max(2.0, float(np.nanmax(values)) if np.isfinite(values).any() else 0.0)
 
     def draw(axes: Axes) -> None:
-        norm = LogNorm(1, max(last, 2.0))  # plain decoding takes many times the passes of the others
+        norm = LogNorm(1, last)  # plain decoding takes many times the passes of the others
         image = axes.imshow(values, aspect="auto", interpolation="nearest", norm=norm, cmap="viridis")
         for edge in range(block_length, values.shape[1], block_length):
             axes.axvline(edge - 0.5, color="white", linewidth=1)
         axes.set_yticks(range(len(steps)), list(steps), fontsize=7)
         axes.set(xlabel="position in the answer")
         bar = axes.figure.colorbar(image, label="written in pass", format="%d")
-        bar.set_ticks([tick for tick in (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000) if tick <= norm.vmax])
+        bar.set_ticks([tick for tick in (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000) if tick <= last])
         bar.minorticks_off()
 
     _figure(path, draw, (9.0, 1.5 + 0.35 * len(steps)))
+
+
+def plot_comparison(path: str | Path, rows: Mapping[str, tuple[float, Interval]]) -> None:
+    """PNG: a line per method with its mean number of passes, and how its accuracy differs from plain decoding's, with the interval."""
+
+    def draw(left: Axes, right: Axes) -> None:
+        places, passes = range(len(rows)), [value for value, _ in rows.values()]
+        left.bar_label(left.barh(places, passes), fmt="%.3g", padding=2, fontsize=7)
+        left.set_yticks(places, list(rows), fontsize=7)
+        left.invert_yaxis()
+        left.margins(x=0.15)
+        left.set(xlabel="forward passes")
+        ends = np.array([(one.value, one.value - one.low, one.high - one.value) for _, one in rows.values()]).T
+        right.errorbar(100 * ends[0], places, xerr=100 * ends[1:], fmt="o", markersize=4, capsize=2)
+        right.axvline(0, color="gray", linestyle="--", linewidth=1)
+        right.set(xlabel="accuracy - plain decoding's, points")
+
+    _figure(path, draw, (9.0, 1.5 + 0.22 * len(rows)), panels=2)
 
 
 def write_json(path: str | Path, data: Mapping[str, Any]) -> None:
@@ -247,11 +267,13 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
-def _figure(path: str | Path, draw: Callable[[Axes], None], inches: tuple[float, float] = (7.0, 4.0)) -> None:
-    """One panel, drawn by `draw`, as a PNG. No pyplot: no global state, and no display is needed."""
+def _figure(
+    path: str | Path, draw: Callable[..., None], inches: tuple[float, float] = (7.0, 4.0), panels: int = 1
+) -> None:
+    """Panels side by side, drawn by `draw`, as a PNG. No pyplot: no global state, and no display is needed."""
     figure = Figure(figsize=inches, layout="constrained")
     canvas = FigureCanvasAgg(figure)
-    draw(figure.add_subplot())
+    draw(*figure.subplots(1, panels, sharey=True, squeeze=False)[0])
     _write(path, lambda file: canvas.print_png(file))
 
 

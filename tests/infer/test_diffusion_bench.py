@@ -18,8 +18,8 @@ from dflax.infer import diffusion_bench, diffusion_summary, tasks
 from dflax.infer.diffusion_bench import DiffusionBenchConfig
 from dflax.infer.policies import Threshold
 from dflax.models.controller import Controller
-from dflax.train import problems, stories
-from tests.infer.tiny import random_model, target_config
+from dflax.train import stories
+from tests.infer.tiny_diffusion import counting_model
 
 # --- figures
 
@@ -136,35 +136,27 @@ def test_stories_are_checked_by_their_value():
 # --- whole runs
 
 GEN, BLOCK, PROMPTS = 16, 8, [[5, 6, 7], [8, 9], [10, 5, 14, 12], [6, 6], [11]]
-SIGNS = ("<pad>", "<bos>", "<eos>", "<mask>", "<unk>", *(f"▁{digit}" for digit in range(10)), ".", "▁####")
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     """A folder with a random model, its controller and constants; and problems of which plain decoding solves the first three."""
     folder = tmp_path_factory.mktemp("model")
-    tokenizer = problems.word_tokenizer(SIGNS)
-    config = target_config(
-        "llada", vocab_size=len(SIGNS), head_dim=4, bidirectional=True, mask_token_id=3, eos_token_ids=(2,)
-    )
-    random_model(config, 3, tokenizer=tokenizer).save(folder)
-    controllers.save(
-        folder / "controller", Controller(ControllerConfig(BLOCK, layers=1, hidden_size=2), rngs=nnx.Rngs(0))
-    )
-    controllers.save_extrapolation(folder / "controller", dflax.ConfidenceExtrapolation(min_observations=1))
-    plain = dflax.denoise(dflax.load(folder), PROMPTS, GEN, BLOCK)
-    said = [tasks.final_number(text) for text in plain.texts]
-    assert None not in said
-    answers = [f"{number:.0f}" if i < 3 else f"#### -{number + 1:.0f}" for i, number in enumerate(said)]
-    rows = [{"prompt_tokens": p, "answer": a} for p, a in zip(PROMPTS, answers, strict=True)]
-    (folder / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    counting_model(folder, PROMPTS, GEN, BLOCK, right=3)
+    save_controller(folder, BLOCK)
     return folder
+
+
+def save_controller(folder, block_length, seed=0):
+    controller = Controller(ControllerConfig(block_length, layers=1, hidden_size=2), rngs=nnx.Rngs(seed))
+    controllers.save(folder / "controller", controller)
+    controllers.save_extrapolation(folder / "controller", dflax.ConfidenceExtrapolation(min_observations=1))
 
 
 @pytest.fixture(scope="module")
 def config(model, tmp_path_factory):
     return DiffusionBenchConfig(
-        models=(str(model),), methods=("threshold:0.2,0.3", "tspd@0.45+ce"), data=(str(model / "mine.jsonl"),),
+        models=(str(model),), methods=("threshold:0.2,0.3", "tspd@0.45+ce"), data=(str(model / "problems.jsonl"),),
         gen_lengths=(GEN,), block_length=BLOCK, batch=2, reference="threshold", out=str(tmp_path_factory.mktemp("out")),
     )  # fmt: skip
 
@@ -249,9 +241,12 @@ def test_another_experiment_in_the_same_folder_is_refused(config, ran, model, tm
     controllers.save_extrapolation(other / "controller", dflax.ConfidenceExtrapolation())
     with pytest.raises(DflaxError, match=r"calls of tspd@0\.45"):
         diffusion_bench.run(dataclasses.replace(config, controllers=(str(other),)))
-    controllers.save(other / "controller", Controller(ControllerConfig(4, layers=1, hidden_size=2), rngs=nnx.Rngs(1)))
+    save_controller(other, BLOCK, seed=1)
+    with pytest.raises(DflaxError, match=r"calls of tspd@0\.45"):
+        diffusion_bench.run(dataclasses.replace(config, controllers=(str(other),)))
+    save_controller(other, 4)
     with pytest.raises(
-        DflaxError, match="on problem 0 of mine and those after it: the controller was trained for blocks of 4"
+        DflaxError, match="on problem 0 of problems and those after it: the controller was trained for blocks of 4"
     ):
         diffusion_bench.run(
             dataclasses.replace(config, controllers=(str(other),), methods=("tspd",), out=str(tmp_path / "new"))
