@@ -63,7 +63,13 @@ def test_what_is_written(config, ran):
     assert data["runs"]["base"]["parameters"] == 4 * 2 * (6 + 2 + 1)
     assert data["runs"]["base"]["settings"]["share"] == 1
     cells = next(line for line in text.splitlines() if line.startswith("| without CE: TSPD alone")).split("|")
-    assert [cell.strip() for cell in cells[2:4]] == ["0.5", f"{100 * rows['base@0.5']['accuracy']:.1f} ± 24.5"]
+    alone = rows["base@0.5"]
+    wanted = [
+        f"{100 * alone['accuracy']:.1f} ± {100 * alone['accuracy_error']:.1f}",
+        f"{alone['passes']:.4g}",
+        f"{alone['fewer_passes']:.4g}",
+    ]
+    assert [cells[i].strip() for i in (2, 3, 5, 6)] == ["0.5", *wanted]
     assert cells[-2].strip() == "30.3, 4.4x, 79.5"
     assert "## CE's coverage" in text
     assert "## CE's horizon" not in text  # nothing of it was measured
