@@ -110,11 +110,11 @@ class TextBatches:
         return {**batch, "length": np.where(cut, shorter, batch["length"])}
 
 
-class EasyFirst:
-    """Batches that say of every row whether it is noised easily (`DiffusionObjective.easy_share`): up to step `until`."""
+class FirstSteps:
+    """Batches that say of their rows whether they are of the first `count` steps (`DiffusionObjective.next_token_share`)."""
 
-    def __init__(self, batches: Batches, until: int):
-        self._batches, self._until = batches, until
+    def __init__(self, batches: Batches, count: int):
+        self._batches, self._count = batches, count
 
     @property
     def steps_per_epoch(self) -> int:
@@ -122,4 +122,4 @@ class EasyFirst:
 
     def batch_at(self, step: int) -> Batch:
         batch = self._batches.batch_at(step)
-        return {**batch, "easy": np.full(len(batch["tokens"]), step < self._until)}
+        return {**batch, "next_token": np.full(len(batch["tokens"]), step < self._count)}

@@ -17,8 +17,8 @@ from dflax.errors import DflaxError
 from dflax.model import Model, load
 from dflax.models import params
 from dflax.train import data, stories, trainer
-from dflax.train.canvases import Batch, EasyFirst, StoryBatches, TextBatches, answer_rows, text_rows
-from dflax.train.diffusion import DiffusionObjective, diffusion_loss, likelihood_bound
+from dflax.train.canvases import Batch, FirstSteps, StoryBatches, TextBatches, answer_rows, text_rows
+from dflax.train.diffusion import DiffusionObjective, diffusion_loss, likelihood_bound, next_token_loss
 from dflax.train.language import fresh
 
 
@@ -109,16 +109,25 @@ def train_diffusion(recipe: DiffusionRecipe) -> Path:
     mesh = sharding.make_mesh(recipe.train.mesh) if recipe.train.mesh else None
     model = _start(recipe, mesh)
     batches, held_out = _data(recipe, model)
-    if recipe.objective.easy_share:
-        total = recipe.train.total_steps(batches.steps_per_epoch)
-        batches = EasyFirst(batches, round(total * recipe.objective.easy_share))
+    first = round(recipe.train.total_steps(batches.steps_per_epoch) * recipe.objective.next_token_share)
+    if first:
+        batches = FirstSteps(batches, first)
     graph, answer_columns = model.module, recipe.answer_columns
 
     def ready(leaves: Any) -> Any:
         return params.fill(graph, jax.tree.map(lambda leaf: leaf.astype(recipe.compute), leaves))
 
     def loss(leaves: Any, batch: Any, key: Any) -> Any:
-        return diffusion_loss(ready(leaves), key, **batch, answer_columns=answer_columns, config=recipe.objective)
+        options = {"answer_columns": answer_columns, "config": recipe.objective}
+        if not first:
+            return diffusion_loss(ready(leaves), key, **batch, **options)
+        rows = {name: array for name, array in batch.items() if name != "next_token"}
+        return jax.lax.cond(
+            jnp.all(batch["next_token"]),
+            lambda leaves: next_token_loss(ready(leaves), **rows, **options),
+            lambda leaves: diffusion_loss(ready(leaves), key, **rows, **options),
+            leaves,
+        )
 
     bound = jax.jit(
         lambda leaves, batch: likelihood_bound(

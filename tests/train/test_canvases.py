@@ -42,13 +42,13 @@ def test_a_batch_of_stories_is_a_pure_function_of_its_step():
         assert (answer[end:] == tokenizer.eos_token_id).all()
 
 
-def test_easy_batches_come_first_and_are_the_same_otherwise():
+def test_batches_of_the_first_steps_are_marked_and_the_same_otherwise():
     plain = C.StoryBatches(2, 112, 64, seed=1)
-    batches = C.EasyFirst(plain, 3)
+    batches = C.FirstSteps(plain, 3)
     assert batches.steps_per_epoch == plain.steps_per_epoch
-    for step, easy in ((0, True), (2, True), (3, False)):
+    for step, first in ((0, True), (2, True), (3, False)):
         batch = batches.batch_at(step)
-        assert batch.pop("easy").tolist() == [easy] * 2
+        assert batch.pop("next_token").tolist() == [first] * 2
         assert all(np.array_equal(array, plain.batch_at(step)[name]) for name, array in batch.items())
 
 

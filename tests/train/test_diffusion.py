@@ -74,9 +74,9 @@ def test_prompts_and_what_lies_behind_a_row_are_never_hidden():
 def test_levels_are_stratified_and_tokens_are_hidden_at_their_rate():
     t = np.asarray(D.noise_levels(jax.random.key(1), 8))
     assert np.array_equal(np.floor(t * 8), np.arange(8))
+    bounded = np.asarray(D.noise_levels(jax.random.key(1), 8, 0.3, 0.8))
+    assert 0.3 <= bounded.min() < bounded.max() <= 0.8
     every = jnp.ones((16, 4000), bool)
-    bounded = np.asarray(noise(jax.random.key(1), every, config=D.DiffusionObjective(t_min=0.3, t_max=0.8)).rate)
-    assert 0.3 <= bounded.min() < 0.35 < 0.75 < bounded.max() <= 0.801
     noised = noise(jax.random.key(2), every, config=D.DiffusionObjective(eps=0.1))
     t = np.asarray(D.noise_levels(jax.random.split(jax.random.key(2), 4)[0], 16))
     np.testing.assert_allclose(noised.rate, 0.9 * t + 0.1, rtol=1e-5)
@@ -143,19 +143,37 @@ def test_blockwise_rows_are_what_block_by_block_decoding_meets():
     assert {block for b, block in seen if b == 1} == {0, 1, 2, 3}
 
 
-def test_easy_rows_hide_little_and_anywhere():
-    every, easy = jnp.ones((16, 4000), bool), jnp.arange(16) % 2 == 0
-    config = D.DiffusionObjective(blockwise=1.0, block_length=1000, easy_share=0.5, easy_t=0.25)
-    noised = noise(jax.random.key(2), every, config=config, easy=easy)
-    plain = noise(jax.random.key(2), every, config=config)
-    share = np.asarray(noised.hidden).mean(1)
-    assert (share[::2] < 0.27).all()
-    assert np.asarray(noised.size)[::2].tolist() == [4000] * 8
-    np.testing.assert_array_equal(
-        noised.hidden, noised.counted | (np.asarray(noised.hidden) & ~np.asarray(easy)[:, None])
-    )
-    for name in ("hidden", "counted", "rate", "size"):  # the others are what they would be without
-        np.testing.assert_array_equal(np.asarray(getattr(noised, name))[1::2], np.asarray(getattr(plain, name))[1::2])
+def next_token(model, tokens, **changes):
+    given = {"chunk": 999} | changes
+    ce, right = D.next_token_cross_entropy(model, tokens, PROMPT, LENGTH, ANSWER, **given)
+    return np.asarray(ce), np.asarray(right)
+
+
+def test_the_next_token_is_predicted_from_the_clean_ones_before_it_and_from_no_other(model, tokens):
+    ce, right = next_token(model, tokens)
+    live = np.arange(ANSWER) < (np.asarray(LENGTH) - np.asarray(PROMPT))[:, None]
+    assert (ce[live] > 0).all()
+    assert not ce[~live].any()
+    assert not right[~live].any()
+    row = int(np.argmax(live.sum(1)))
+    for step in (1, 3):
+        column = int(PROMPT[row]) + step
+        other, _ = next_token(model, tokens.at[row, column].set((tokens[row, column] + 1) % (MASK - 1)))
+        same = np.ones_like(ce, bool)
+        same[row, step:] = False
+        np.testing.assert_array_equal(other[same], ce[same])  # nothing before it knows of it
+        assert (other[row, step:] != ce[row, step:])[live[row, step:]].all()  # its own label, and all that follows
+    first, _ = next_token(model, tokens.at[row, 0].set((tokens[row, 0] + 1) % (MASK - 1)))
+    assert (first[row] != ce[row])[live[row]].all()
+
+
+def test_the_next_token_loss_of_a_row_is_its_mean_and_chunks_change_nothing(model, tokens):
+    ce, right = next_token(model, tokens)
+    np.testing.assert_allclose(next_token(model, tokens, chunk=5)[0], ce, atol=1e-5)
+    size = np.asarray(LENGTH) - np.asarray(PROMPT)
+    loss, measured = D.next_token_loss(model, tokens, PROMPT, LENGTH, ANSWER, D.DiffusionObjective())
+    np.testing.assert_allclose(loss, np.mean(ce.sum(1) / size), rtol=1e-5)
+    np.testing.assert_allclose(measured["accuracy"], right.sum() / size.sum(), rtol=1e-5)
 
 
 def test_chunks_change_nothing(model, tokens):
@@ -195,8 +213,7 @@ def test_bad_values_are_named():
         {"eps": 0.0},
         {"blockwise": 1.5},
         {"chunk": 0},
-        {"easy_share": -1.0},
-        {"easy_t": 0.9, "easy_share": 0.1, "t_max": 0.5},
+        {"next_token_share": -1.0},
     ):
         with pytest.raises(DflaxError, match=next(iter(wrong))):
             D.DiffusionObjective(**wrong)

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from dflax.cache import KVCache
 from dflax.config import ModelConfig
@@ -116,6 +116,24 @@ class Decoder(nnx.Module):
         x, tap = self._run(tokens, self.empty_cache(tokens), taps, None, None, keep, mask=mask)[:2]
         return Block(self.norm(x), tap, None, None)
 
+    def among(
+        self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], mask: Bool[Array, "B T T"]
+    ) -> Float[Array, "B T E"]:
+        """Tokens at any positions, each of which sees those that mask [query, key] says.
+
+        Returns the residual stream before the final norm.
+        """
+        return self._run(
+            tokens,
+            self.empty_cache(tokens),
+            (),
+            None,
+            None,
+            lambda cache, *_: cache,
+            mask[:, None],
+            positions=positions,
+        )[0]
+
     def canvas(
         self, tokens: Int[Array, "B S"], length: Int[Array, " B"], cache: KVCache | None = None
     ) -> tuple[Float[Array, "B S E"], KVCache]:
@@ -197,17 +215,19 @@ class Decoder(nnx.Module):
         ctx_len: Array | None = None,
         hole: Array | None = None,
         context: KVCache | None = None,
+        positions: Array | None = None,
     ) -> tuple[Array, Array | None, KVCache]:
         """The layers over a block; `keep(cache, layer, k, v) -> cache` says what becomes of the block's keys and values.
 
-        The block begins at the cache's cursor, and the context ends there, where start and ctx_len do not say otherwise. What is
-        seen beside the block is `context` if that is not the cache itself.
+        The block begins at the cache's cursor, and the context ends there, where start (or positions, of every token) and ctx_len do
+        not say otherwise. What is seen beside the block is `context` if that is not the cache itself.
         """
         config = self.config
         x = self.embed_tokens(tokens)
         first: Array = cache.length if start is None else start
         seen: Array = cache.length if ctx_len is None else ctx_len
-        positions = first[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
+        if positions is None:
+            positions = first[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
         rope = rope_table(config.rope, config.head_dim, positions)
         one = lambda value: None if value is None else value[:, None]  # the op's axis of blocks
         tap = FeatureTap(taps)
