@@ -347,8 +347,10 @@ class _Tables:
                 if self.equal:
                     line.append(_interval(self.equal.get(family)))
                 cells.append(line + ([theirs] if what else []))
-        if not cells:
-            return []
+        families = {family for _, family, _ in asked}
+        others = families - {"base", "base+ce"}
+        if not cells or (others and not others & {row.family for row in self.rows}):
+            return []  # nothing, or the base with nothing beside it
         note = [f"Published: {what}.", ""] if what else []
         return [f"## {heading}", "", *note, report.table(headers, cells, markdown=True), ""]
 
