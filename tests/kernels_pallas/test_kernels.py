@@ -3,21 +3,31 @@
 from functools import cache, partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental.pallas import tpu as pltpu
 
-from dflax.kernels_pallas.block_attention import tpu
+from dflax.kernels_pallas.block_attention import gpu, gpu_backward, tpu, tpu_backward
 from dflax.kernels_pallas.block_attention.sizes import Sizes
 from dflax.kernels_pallas.block_attention.walk import FAR
 from tests.kernels_pallas.problems import Shape, arrays, by_definition, where
 
+SIMULATOR = pltpu.InterpretParams()  # memory that nobody wrote is NaN
 FORWARD = {
     "tpu": partial(tpu.forward, interpret=True),
-    "tpu, simulated": partial(tpu.forward, interpret=pltpu.InterpretParams()),  # memory that nobody wrote is NaN
+    "tpu, simulated": partial(tpu.forward, interpret=SIMULATOR),
+    "gpu": partial(gpu.forward, interpret=True),
+    "gpu, split": partial(gpu.forward, interpret=True, splits=3),
 }
+BACKWARD = {
+    "tpu": partial(tpu_backward.backward, interpret=True),
+    "tpu, simulated": partial(tpu_backward.backward, interpret=SIMULATOR),
+    "gpu": partial(gpu_backward.backward, interpret=True),
+}
+INTERPRETED = ["tpu", "gpu"]
 
 SHAPES = {
     "one token": Shape(T=1, G=4, cut=Sizes(16, 64, 16)),
@@ -28,10 +38,14 @@ SHAPES = {
     "anchors under explicit masks": Shape(N=3, T=4, G=2, Hkv=1, kind="array", S=64, cut=Sizes(16, 32, 16)),
     "no context": Shape(T=33, G=2, Hkv=1, S=0, cut=Sizes(32, 128, 16)),
 }
-SIMULATED = {
-    "anchors": Shape(B=1, N=3, T=7, G=2, Hkv=1, S=100, cut=Sizes(32, 64, 32)),
-    "tree": Shape(B=1, T=20, G=2, Hkv=1, S=100, kind="array", hole=True, cut=Sizes(32, 64, 16)),
+GRADIENTS = {
+    "anchors": Shape(N=5, T=5, G=2, D=48, S=100, soft_cap=2.0, cut=Sizes(32, 32, 16)),
+    "cut blocks": Shape(T=40, G=3, Hkv=1, S=64, hole=True, kind="causal", cut=Sizes(64, 32, 32)),
+    "explicit masks": Shape(N=2, T=20, G=2, Hkv=1, S=64, kind="array", cut=Sizes(32, 32, 16)),
 }
+SMALL = Shape(
+    B=1, N=3, T=6, G=2, Hkv=1, S=40, kind="array", cut=Sizes(32, 32, 16)
+)  # the simulator is slow, and so is bfloat16
 
 
 @cache
@@ -39,23 +53,97 @@ def definition(shape: Shape):
     return jax.jit(partial(by_definition, shape))
 
 
-def check(shape: Shape, backend: str, seed: int, window: int, length: int | None = None):
+@cache
+def gradient_of_definition(shape: Shape):
+    return jax.jit(
+        lambda given, where, upstream: jax.vjp(partial(by_definition, shape, where=where), given)[1](upstream)[0]
+    )
+
+
+def check_forward(shape: Shape, backend: str, seed: int, window: int):
     draw = np.random.default_rng(seed)
-    given_, mask = arrays(shape, draw), where(shape, draw, length, window)
+    given_, mask = arrays(shape, draw), where(shape, draw, window=window)
     out, lse = FORWARD[backend](*given_, mask, case=shape.case, cut=shape.cut)
-    expected = definition(shape)(given_, mask)
-    np.testing.assert_allclose(out, expected, rtol=2e-5, atol=3e-6)
+    np.testing.assert_allclose(out, definition(shape)(given_, mask), rtol=2e-5, atol=3e-6)
     assert np.isfinite(lse).all()
 
 
+def check_gradients(shape: Shape, backend: str, seed: int, window: int):
+    draw = np.random.default_rng(seed)
+    given_, mask = arrays(shape, draw), where(shape, draw, window=window)
+    upstream = jnp.asarray(draw.standard_normal(given_[0].shape), jnp.float32)
+    saved = FORWARD[backend](*given_, mask, case=shape.case, cut=shape.cut)
+    np.testing.assert_allclose(saved[0], definition(shape)(given_, mask), rtol=2e-5, atol=3e-6)
+    got = BACKWARD[backend](*given_, mask, *saved, upstream, case=shape.case, cut=shape.cut)
+    expected = gradient_of_definition(shape)(given_, mask, upstream)
+    for name, mine, whole in zip(("q", "k_ctx", "v_ctx", "k_blk", "v_blk"), got, expected, strict=True):
+        if name.endswith("ctx"):  # the definition's is of the whole stack
+            np.testing.assert_array_equal(np.delete(whole, int(mask.layer), axis=0), 0.0)
+            whole = whole[mask.layer]
+        np.testing.assert_allclose(mine, whole, rtol=2e-5, atol=5e-6, err_msg=name)
+
+
 @pytest.mark.parametrize("name", SHAPES)
-@pytest.mark.parametrize("backend", ["tpu"])
+@pytest.mark.parametrize("backend", INTERPRETED)
 @settings(max_examples=4, deadline=None)
 @given(seed=st.integers(0, 999), window=st.sampled_from([1, 6, 70, FAR]))
 def test_forward(backend, name, seed, window):
-    check(SHAPES[name], backend, seed, window)
+    check_forward(SHAPES[name], backend, seed, window)
 
 
-@pytest.mark.parametrize("name", SIMULATED)
-def test_forward_in_simulated_memory(name):
-    check(SIMULATED[name], "tpu, simulated", 3, 70)
+@pytest.mark.parametrize("name", GRADIENTS)
+@pytest.mark.parametrize("backend", INTERPRETED)
+@settings(max_examples=4, deadline=None)
+@given(seed=st.integers(0, 999), window=st.sampled_from([1, 6, 70, FAR]))
+def test_gradients(backend, name, seed, window):
+    check_gradients(GRADIENTS[name], backend, seed, window)
+
+
+def test_split_context():
+    check_forward(SHAPES["one token"], "gpu, split", 5, 150)
+
+
+def test_simulated_memory():
+    check_gradients(SMALL, "tpu, simulated", 3, 30)
+
+
+@pytest.mark.parametrize("backend", INTERPRETED)
+def test_a_query_that_sees_nothing_gives_zero_and_passes_no_gradient(backend):
+    shape = GRADIENTS["anchors"]
+    draw = np.random.default_rng(0)
+    given_, mask = arrays(shape, draw), where(shape, draw, length=0)
+    mask = mask._replace(blk_len=jnp.zeros_like(mask.blk_len))
+    saved = FORWARD[backend](*given_, mask, case=shape.case, cut=shape.cut)
+    np.testing.assert_array_equal(saved[0], np.zeros_like(saved[0]))
+    for gradient in BACKWARD[backend](*given_, mask, *saved, given_[0], case=shape.case, cut=shape.cut):
+        np.testing.assert_array_equal(gradient, np.zeros_like(gradient))
+
+
+@pytest.mark.parametrize("backend", INTERPRETED)
+def test_bfloat16(backend):
+    """Logits and sums in float32: no further from the exact result than the definition in bfloat16."""
+    shape = SMALL
+    draw = np.random.default_rng(1)
+    given_, mask = arrays(shape, draw, jnp.bfloat16), where(shape, draw)
+    exact = definition(shape)(jax.tree.map(lambda x: x.astype(jnp.float32), given_), mask)
+    out, _ = FORWARD[backend](*given_, mask, case=shape.case, cut=shape.cut)
+    assert out.dtype == jnp.bfloat16
+    distance = lambda x: float(jnp.sqrt(jnp.mean(jnp.square(x.astype(jnp.float32) - exact))))
+    assert distance(out) < 1.2 * distance(definition(shape)(given_, mask))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["tpu", "gpu", "gpu, split"])
+@settings(max_examples=12, deadline=None)
+@given(data=st.data())
+def test_drawn_shapes(backend, data):
+    pick = lambda *values: data.draw(st.sampled_from(values))
+    shape = Shape(
+        B=pick(1, 3), N=pick(1, 4), T=data.draw(st.integers(1, 100)), G=pick(1, 2, 3, 4), Hkv=pick(1, 2), D=pick(32, 48, 64, 96),
+        S=pick(0, 64, 100, 300), kind=pick("full", "causal", "array"), soft_cap=pick(None, 2.0), hole=pick(False, True),
+        cut=pick(Sizes(32, 64, 16), Sizes(64, 128, 32), Sizes(128, 32, 64)),
+    )  # fmt: skip
+    seed, window = data.draw(st.integers(0, 999)), pick(1, 5, 50, FAR)
+    check_forward(shape, backend, seed, window)
+    if backend in BACKWARD:
+        check_gradients(shape, backend, seed, window)
