@@ -13,6 +13,7 @@ from dflax.errors import DflaxError
 TRAIN_ON_EIGHT = """
 import tempfile
 import jax, jax.numpy as jnp, numpy as np
+from dflax import sharding
 from dflax.train.trainer import TrainConfig, fit
 
 class Data:
@@ -28,18 +29,23 @@ r = np.random.default_rng(0)
 params = {"a": r.normal(size=(8, 12)).astype(np.float32), "b": r.normal(size=(12, 6)).astype(np.float32)}
 frozen = {"target": r.normal(size=(8, 6)).astype(np.float32)}
 
-def run(mesh, steps, out):
-    config = TrainConfig(steps=steps, schedule="constant", warmup_fraction=0.0, learning_rate=0.01, mesh=mesh, out=out)
-    return fit(params, loss_fn, Data(), config, frozen=frozen)
+def run(text, steps, out, mesh=None):
+    config = TrainConfig(steps=steps, schedule="constant", warmup_fraction=0.0, learning_rate=0.01, mesh=text, out=out)
+    return fit(params, loss_fn, Data(), config, frozen=frozen, mesh=mesh)
 
 one = run("", 6, tempfile.mkdtemp())
 folder = tempfile.mkdtemp()
 run("data=2,fsdp=4", 3, folder)
 many = run("data=2,fsdp=4", 6, folder)  # restored onto the mesh
+fewer = sharding.make_mesh("fsdp=2", jax.devices()[:2])
+few = run("data=2,fsdp=4", 9, folder, mesh=fewer)  # a checkpoint of eight devices on two
+assert few["a"].addressable_shards[0].data.shape == (8, 6), few["a"].sharding
+nine = run("", 9, tempfile.mkdtemp())
 assert len(many["a"].sharding.device_set) == 8, many["a"].sharding
 assert many["a"].addressable_shards[0].data.shape == (8, 3), many["a"].sharding
 for k in one:
     np.testing.assert_allclose(one[k], many[k], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(nine[k], few[k], rtol=1e-5, atol=1e-6)
 print("equal")
 """
 

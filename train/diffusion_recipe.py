@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from dflax import sharding, text
+from dflax import processes, sharding, text
 from dflax.config import ModelConfig, RopeConfig
 from dflax.errors import DflaxError
 from dflax.model import Model, load
@@ -106,6 +106,7 @@ def train_diffusion(recipe: DiffusionRecipe) -> Path:
 
     A run that was killed goes on from its last checkpoint when called again with the same recipe.
     """
+    processes.join(recipe.train.distributed)
     mesh = sharding.make_mesh(recipe.train.mesh) if recipe.train.mesh else None
     model = _start(recipe, mesh)
     batches, held_out = _data(recipe, model)
@@ -148,7 +149,8 @@ def train_diffusion(recipe: DiffusionRecipe) -> Path:
         mesh=mesh, identity=identity(recipe, model.config),
     )  # fmt: skip
     folder = Path(recipe.train.out) / "model"
-    dataclasses.replace(model, module=params.fill(graph, trained)).save(folder)
+    if jax.process_index() == 0:
+        dataclasses.replace(model, module=params.fill(graph, trained)).save(folder)
     return folder
 
 

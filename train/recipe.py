@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import jax
 import numpy as np
 from flax import nnx
 from tqdm import tqdm
 
-from dflax import sharding
+from dflax import processes, sharding
 from dflax.config import DrafterConfig, DrafterKind
 from dflax.errors import DflaxError
 from dflax.model import Model, load
@@ -96,6 +97,7 @@ def train_drafter(recipe: DrafterRecipe) -> Path:
 
     A run that was killed goes on from its last checkpoint when called again with the same recipe.
     """
+    processes.join(recipe.train.distributed)
     mesh = sharding.make_mesh(recipe.train.mesh)
     target = load(recipe.target, dtype=recipe.dtype, mesh=mesh if recipe.train.mesh else None)
     if target.is_drafter:
@@ -142,7 +144,8 @@ def train_drafter(recipe: DrafterRecipe) -> Path:
         mesh=mesh if recipe.train.mesh else None, identity=_identity(recipe, config),
     )  # fmt: skip
     folder = Path(recipe.train.out) / "model"
-    dataclasses.replace(drafter, module=params.fill(graph, trained)).save(folder)
+    if jax.process_index() == 0:
+        dataclasses.replace(drafter, module=params.fill(graph, trained)).save(folder)
     return folder
 
 

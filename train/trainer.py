@@ -84,6 +84,8 @@ class TrainConfig:
     """Folder of checkpoints/, metrics.jsonl, metrics.png and config.json."""
     mesh: str = ""
     """Such as "data=2,fsdp=4"; "": one device."""
+    distributed: str = ""
+    """Several processes: "auto" (TPU slices, Slurm and Open MPI know), or HOST:PORT,COUNT,INDEX (`dflax.processes`)."""
 
     def __post_init__(self) -> None:
         for name in ("log_every", "checkpoint_every", "keep", "accumulation"):
@@ -177,7 +179,7 @@ def fit(
       loss_fn: `(params, batch, key) -> (scalar loss, dict of scalar metrics)`, jitted here; with `frozen` a fourth argument follows.
         A metric named "tokens" is counted (tokens/s), every other is averaged between two log lines.
       evaluate: `(params, step) -> dict of numbers`, written as "eval/NAME"; must not keep the arrays (they are donated afterwards).
-        A true "stop" among them ends the training there.
+        A true "stop" among them ends the training there. Left out where several processes train.
       frozen: arrays the loss needs and must not train (a target, an embedding): an argument, never a constant of the compiled step.
       mesh: instead of `config.mesh`.
       axes: logical axes by key path of a parameter (`sharding.tree_shardings`).
@@ -195,6 +197,10 @@ class _Run:
 
     def __init__(self, params, loss_fn, batches, config, evaluate, frozen, mesh, axes, identity):
         self.config, self.batches, self.evaluate = config, batches, evaluate
+        if evaluate is not None and jax.process_count() > 1:
+            self.evaluate = (
+                None  # it decodes on the host's side, with arrays that a process of several has only a part of
+            )
         self.total = config.total_steps(batches.steps_per_epoch)
         if self.total < 1:
             raise DflaxError("there is nothing to train on: 0 steps")
@@ -238,7 +244,7 @@ class _Run:
     def train(self) -> PyTree:
         config = self.config
         if self.enough:
-            return self.state.params
+            return self._trained()
         source = _prefetch(lambda step: _place_batch(self.batches.batch_at(step), self.mesh), self.step, self.total)
         hidden = not (self.main and sys.stderr.isatty())
         bar = tqdm(total=self.total, initial=self.step, disable=hidden, dynamic_ncols=True, unit="step")
@@ -279,7 +285,14 @@ class _Run:
                     )
         if self.main:
             metrics_module.plot(self.out / "metrics.jsonl", self.out / "metrics.png")
-        return self.state.params
+        return self._trained()
+
+    def _trained(self) -> PyTree:
+        """The parameters; with several processes whole in each, so that any can write them."""
+        if jax.process_count() == 1:
+            return self.state.params
+        everywhere = NamedSharding(self.mesh, PartitionSpec())
+        return jax.jit(lambda params: params, out_shardings=everywhere)(self.state.params)
 
     def _collect(self, measured: Metrics | None) -> None:
         if measured is None:
@@ -516,6 +529,7 @@ class _StopSignals:
 
 
 FREE_FIELDS = (
+    "distributed",
     "steps",
     "epochs",
     "warmup_fraction",

@@ -39,7 +39,9 @@ def _reader(folder: Path) -> Any:
     parts = [folder / name for name in ("config.json", "tokenizer_config.json")]
     if not any("auto_map" in json.loads(part.read_text()) for part in parts if part.is_file()):
         return transformers.AutoTokenizer
-    return transformers.PreTrainedTokenizerFast if (folder / "tokenizer.json").is_file() else transformers.Qwen2Tokenizer
+    return (
+        transformers.PreTrainedTokenizerFast if (folder / "tokenizer.json").is_file() else transformers.Qwen2Tokenizer
+    )
 
 
 def quiet_transformers() -> Any:

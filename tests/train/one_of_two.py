@@ -1,0 +1,46 @@
+"""Run by test_processes.py, twice at a time: one of two processes with two CPU devices each that train a small network together."""
+
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dflax import processes
+from dflax.train.trainer import TrainConfig, fit
+
+STEPS = 12
+
+
+class Data:
+    """Rows of a step, slow enough to be killed between two of them."""
+
+    steps_per_epoch = STEPS
+
+    def __init__(self, pause: float):
+        self.pause = pause
+
+    def batch_at(self, step: int) -> dict[str, np.ndarray]:
+        time.sleep(self.pause)
+        return {"x": np.random.default_rng(step).normal(size=(16, 8)).astype(np.float32)}
+
+
+def loss_fn(params, batch, key):
+    y = jnp.tanh(batch["x"] @ params["a"]) @ params["b"]
+    return jnp.mean((y - batch["x"][:, :6]) ** 2), {}
+
+
+def main(distributed: str, mesh: str, out: str, pause: str) -> None:
+    processes.join(distributed)
+    chance = np.random.default_rng(0)
+    params = {"a": chance.normal(size=(8, 12)).astype(np.float32), "b": chance.normal(size=(12, 6)).astype(np.float32)}
+    config = TrainConfig(
+        steps=STEPS, learning_rate=0.01, mesh=mesh, out=out, log_every=1, checkpoint_every=2, distributed=distributed
+    )
+    trained = fit(params, loss_fn, Data(float(pause)), config)
+    np.savez(f"{out}/trained-{jax.process_index()}.npz", **{name: np.asarray(leaf) for name, leaf in trained.items()})
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
