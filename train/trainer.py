@@ -80,6 +80,8 @@ class TrainConfig:
     checkpoint_every: int = 500
     keep: int = 2
     """Checkpoints kept."""
+    best: str = ""
+    """Also keep the checkpoint where this figure of the evaluations was highest ("-NAME": lowest), such as acceptance_length."""
     out: str = "run"
     """Folder of checkpoints/, metrics.jsonl, metrics.png and config.json."""
     mesh: str = ""
@@ -213,7 +215,7 @@ class _Run:
         shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
 
         out = Path(config.out)
-        self.checkpoints = TrainingCheckpoints(out / "checkpoints", config.keep)
+        self.checkpoints = TrainingCheckpoints(out / "checkpoints", config.keep, config.best)
         start = self.checkpoints.latest()
         _check_same_run(out / "config.json", config, self.total, identity, resuming=start is not None)
         self.waiting: list[Metrics] = []
@@ -229,6 +231,7 @@ class _Run:
             self.waiting, self.seconds, self.enough = saved["waiting"], saved["seconds"], saved.get("enough", False)
             self._say(f"resuming {out} at step {start} of {self.total}")
         self.saved_at = start
+        self.found: tuple[int, dict[str, float]] | None = None  # step and figures of the last evaluation
         self.out = out
         self.log = metrics_module.MetricsFile(out / "metrics.jsonl", self.step) if self.main else None
 
@@ -274,11 +277,12 @@ class _Run:
                     now = time.perf_counter()
                     self.seconds, clock = self.seconds + now - clock, now
                     self.logged_at = self.logged_at[0], self.seconds if logs else self.logged_at[1]
-                if saves or self.enough:
+                if saves or self.enough or (evaluates and config.best):
                     self._save()
                 if self.enough:
                     break
                 if stop.requested and not last:
+                    self.checkpoints.wait()
                     raise Stopped(
                         f"stopped by {stop.name} at step {self.step} of {self.total}; the checkpoint is in "
                         f"{self.checkpoints.folder}, the same command goes on from it"
@@ -337,6 +341,10 @@ class _Run:
         assert self.evaluate is not None
         values = dict(self.evaluate(self.state.params, self.step))
         enough = bool(values.pop("stop", False))
+        best = self.config.best.removeprefix("-")
+        if best and best not in values:
+            raise DflaxError(f"best is {self.config.best!r}; the evaluation finds {', '.join(values) or 'nothing'}")
+        self.found = self.step, {name: float(value) for name, value in values.items()}
         found = {f"eval/{name}": float(value) for name, value in values.items()}
         if self.log is not None:
             self.log.write(self.step, found)
@@ -347,8 +355,9 @@ class _Run:
     def _save(self) -> None:
         if self.saved_at == self.step:
             return
-        metadata = {"waiting": self.waiting, "seconds": self.seconds, "enough": self.enough}
-        self.checkpoints.save(self.step, _named(self.state), metadata)
+        metadata = {"waiting": [*self.waiting], "seconds": self.seconds, "enough": self.enough}
+        measured = self.found[1] if self.found is not None and self.found[0] == self.step else None
+        self.checkpoints.save(self.step, _named(self.state), metadata, measured)
         self.saved_at = self.step
 
 
@@ -529,6 +538,7 @@ class _StopSignals:
 
 
 FREE_FIELDS = (
+    "best",
     "distributed",
     "steps",
     "epochs",

@@ -195,6 +195,20 @@ def test_evaluate_ends_a_run_for_good(tmp_path):
     assert all("eval/stop" not in row for row in metrics.read(tmp_path / "metrics.jsonl"))
 
 
+@pytest.mark.parametrize(("best", "step"), [("score", 12), ("-score", 24)])
+def test_the_best_checkpoint_is_kept_beside_the_last_ones(tmp_path, best, step):
+    scores = {6: 2.0, 12: 5.0, 18: 3.0, 24: 1.0, 30: 2.0, 36: 3.0, 40: 4.0}
+    evaluate = lambda params, step: {"score": scores[step], "other": -step}
+    fit(start(), loss_fn, Regression(), config(tmp_path, eval_every=6, best=best), evaluate=evaluate)
+    kept = {int(path.name) for path in (tmp_path / "checkpoints").iterdir()}
+    assert kept == {step, 36, 40}
+
+
+def test_a_best_figure_that_is_not_measured_is_named(tmp_path):
+    with pytest.raises(DflaxError, match="best is 'tau'; the evaluation finds score"):
+        fit(start(), loss_fn, Regression(), config(tmp_path, best="tau"), evaluate=lambda params, step: {"score": 1.0})
+
+
 def test_frozen_is_an_argument_and_is_not_trained(tmp_path):
     def with_frozen(params, batch, key, frozen):
         return loss_fn({"w": params["w"] @ frozen["mix"], "b": params["b"]}, batch, key)

@@ -1,10 +1,12 @@
-"""Training state on disk by Orbax (its v1 API): atomic, the newest complete checkpoint wins, the last few are kept.
+"""Training state on disk by Orbax (its v1 API): atomic, written while training goes on; the last few are kept, and the best.
 
 Orbax writes a checkpoint beside its place and renames it, so a killed process leaves either a whole checkpoint or a folder under a
 temporary name. What a kill may also leave is an old checkpoint half deleted. Both are swept away when the folder is opened.
 """
 
+import contextlib
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +17,23 @@ from dflax.errors import DflaxError
 
 
 class TrainingCheckpoints:
-    """The checkpoints of one training run: `folder/<step>`, the newest `keep` of them."""
+    """The checkpoints of one training run: `folder/<step>`, the newest `keep` of them, and of those saved with metrics the one whose
+    `best` is highest ("-NAME": lowest; "": none is kept for that)."""
 
-    def __init__(self, folder: str | Path, keep: int = 2):
+    def __init__(self, folder: str | Path, keep: int = 2, best: str = ""):
         self.folder = Path(folder).absolute()
         if jax.process_index() == 0:
             _make(self.folder)
             _sweep(self.folder)
-        policy: Any = ocp.training.preservation_policies.LatestN(keep)
+        policies = ocp.training.preservation_policies
+        policy: Any = policies.LatestN(keep)
+        if best:
+            name, sign = best.removeprefix("-"), -1 if best.startswith("-") else 1
+            by_metric = policies.BestN(
+                get_metric_fn=lambda found: sign * found[name], n=1, keep_checkpoints_without_metrics=False
+            )
+            policy = policies.AnyPreservationPolicy([policy, by_metric])
+        self._writing: Any = None
         where: Any = self.folder  # annotated as etils' path, which a pathlib one is at run time
         self._orbax = ocp.training.Checkpointer(where, preservation_policy=policy)
 
@@ -31,10 +42,33 @@ class TrainingCheckpoints:
         newest = self._orbax.latest
         return None if newest is None else newest.step
 
-    def save(self, step: int, state: dict[str, Any], metadata: dict[str, Any]) -> None:
-        """Write `state` (arrays by name) and `metadata` (JSON); on return the checkpoint is complete."""
+    def save(
+        self, step: int, state: dict[str, Any], metadata: dict[str, Any], metrics: dict[str, float] | None = None
+    ) -> None:
+        """Begin to write `state` (arrays by name, which may be donated afterwards), `metadata` (JSON) and what was measured at this step.
+
+        The checkpoint before is complete on return, this one after `wait`.
+        """
+        self.wait()
+        with self._told(step):
+            self._writing = (
+                step,
+                self._orbax.save_async(step, state, force=True, custom_metadata=metadata, metrics=metrics),
+            )
+
+    def wait(self) -> None:
+        """Until the checkpoint that is being written is complete; raises DflaxError if it could not be."""
+        if self._writing is None:
+            return
+        (step, response), self._writing = self._writing, None
+        with self._told(step):
+            if response is not None:
+                response.result()
+
+    @contextlib.contextmanager
+    def _told(self, step: int) -> Iterator[None]:
         try:
-            self._orbax.save(step, state, force=True, custom_metadata=metadata)
+            yield
         except OSError as error:
             raise DflaxError(f"cannot write the checkpoint of step {step} in {self.folder}: {error}") from error
 
@@ -53,7 +87,11 @@ class TrainingCheckpoints:
         return state, custom if isinstance(custom, dict) else {}
 
     def close(self) -> None:
-        self._orbax.close()
+        """Waits for what is being written."""
+        try:
+            self.wait()
+        finally:
+            self._orbax.close()
 
 
 def _make(folder: Path) -> None:
