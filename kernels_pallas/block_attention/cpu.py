@@ -5,8 +5,6 @@ it multiplies: at 52 rows of 640 columns that was nine tenths of the time. Here 
 cache, with an online softmax over tiles, and the work follows the live context.
 """
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 
@@ -23,21 +21,10 @@ WHOLE = 2**16
 def attend(
     q, k_ctx, v_ctx, k_blk, v_blk, layer, ctx_start, ctx_len, q_pos, mask, hole, blk_len, window, scale, soft_cap
 ):
-    """As `reference.attend`, to whose gradient it resorts."""
-    kind, array = (mask, None) if isinstance(mask, str) else ("array", mask)
-    where = (layer, ctx_start, ctx_len, q_pos, array, hole, blk_len, window)
-    return _attend(kind, scale, soft_cap, (q, k_ctx, v_ctx, k_blk, v_blk), where)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _attend(kind, scale, soft_cap, arrays, where):
-    """kind: "full", "causal" or "array"; where: everything that says who sees whom."""
-    q, k_ctx, v_ctx, k_blk, v_blk = arrays
-    layer, ctx_start, ctx_len, q_pos, array, hole, blk_len, window = where
+    """As `reference.attend`, but for gradients: loops of traced length have none."""
     B, N, T, Hq, D = q.shape
     Hkv, S = k_ctx.shape[2:4]
     G, width = Hq // Hkv, min(TILE, S)
-    mask = array if kind == "array" else kind
     two_sided = reference.mask_is_two_sided(mask)
     rows = (
         (q * scale).reshape(B, N, T, Hkv, G, D).transpose(0, 3, 4, 1, 2, 5)
@@ -77,19 +64,3 @@ def _attend(kind, scale, soft_cap, arrays, where):
     shape = (B, Hkv, G, N, T)
     context = jax.lax.fori_loop(0, B, row, (jnp.zeros(shape), jnp.zeros(shape), jnp.zeros((*shape, D))))
     return reference.with_block(rows, context, k_blk, v_blk, q_pos, mask, blk_len, window, soft_cap).astype(q.dtype)
-
-
-def _forward(kind, scale, soft_cap, arrays, where):
-    return _attend(kind, scale, soft_cap, arrays, where), (arrays, where)
-
-
-def _backward(kind, scale, soft_cap, saved, gradient):
-    arrays, (layer, ctx_start, ctx_len, q_pos, array, hole, blk_len, window) = saved
-    mask = array if kind == "array" else kind
-    plain = lambda q, k_ctx, v_ctx, k_blk, v_blk: reference.attend(
-        q, k_ctx, v_ctx, k_blk, v_blk, layer, ctx_start, ctx_len, q_pos, mask, hole, blk_len, window, scale, soft_cap
-    )
-    return jax.vjp(plain, *arrays)[1](gradient), None
-
-
-_attend.defvjp(_forward, _backward)

@@ -122,41 +122,41 @@ def _hull(low: Array, high: Array) -> tuple[Array, Array]:
 class Walk:
     """One query tile's walk: context tiles, in at most two stretches (before and after the hole), then block tiles.
 
-    `read(i)` gives the tile's field i: a scalar from memory in a kernel, a column of the table outside.
+    `read(i)` gives the tile's field i: a scalar from memory in a kernel, a column of the table outside of one.
     """
 
-    read: Callable[[int], Array]
+    read: Callable[[int], Any]
 
     @property
-    def context_steps(self) -> Array:
+    def context_steps(self) -> Any:
         return self.read(BEFORE) + self.read(AFTER)
 
     @property
-    def block_steps(self) -> Array:
+    def block_steps(self) -> Any:
         return self.read(BLK_COUNT)
 
-    def context_tile(self, step: Array) -> Array:
+    def context_tile(self, step: Any) -> Any:
         """Step 0 of a walk without context still names a tile that exists."""
         before = self.read(BEFORE)
         return jnp.where(step < before, self.read(FIRST) + step, self.read(AGAIN) + step - before)
 
-    def block_tile(self, step: Array) -> Array:
+    def block_tile(self, step: Any) -> Any:
         return self.read(BLK_FIRST) + step
 
-    def meets_context(self, tile: Array) -> Array:
+    def meets_context(self, tile: Any) -> Any:
         first, before, again, after = (self.read(i) for i in (FIRST, BEFORE, AGAIN, AFTER))
         return ((tile >= first) & (tile < first + before)) | ((tile >= again) & (tile < again + after))
 
-    def meets_block(self, tile: Array) -> Array:
+    def meets_block(self, tile: Any) -> Any:
         return (tile >= self.read(BLK_FIRST)) & (tile < self.read(BLK_FIRST) + self.read(BLK_COUNT))
 
-    def sees_all_of_context(self, tile: Array, columns: int) -> Array:
+    def sees_all_of_context(self, tile: Any, columns: int) -> Any:
         """Whether every row of the query tile sees every column of this tile."""
         begin, end = tile * columns, (tile + 1) * columns
         in_gap = (end > self.read(ANY_GAP_LOW)) & (begin < self.read(ANY_GAP_HIGH))
-        return (begin >= self.read(ALL_LOW)) & (end <= self.read(ALL_HIGH)) & jnp.logical_not(in_gap)
+        return (begin >= self.read(ALL_LOW)) & (end <= self.read(ALL_HIGH)) & ~in_gap
 
-    def sees_all_of_block(self, tile: Array, keys: int) -> Array:
+    def sees_all_of_block(self, tile: Any, keys: int) -> Any:
         return (tile * keys >= self.read(BLK_ALL_LOW)) & ((tile + 1) * keys <= self.read(BLK_ALL_HIGH))
 
 
@@ -172,7 +172,7 @@ def visitors(meets: Bool[Array, "... t k"]) -> Int[Array, "... k 2"]:
 def sees_context(row: Callable[[int], Array], column: Array) -> Array:
     """Inside a kernel: `row(i)` is field i of the query rows and `column` the context's columns, one of them upright, the other lying."""
     in_gap = (column >= row(GAP_LOW)) & (column < row(GAP_HIGH))
-    return (column >= row(LOW)) & (column < row(HIGH)) & jnp.logical_not(in_gap)
+    return (column >= row(LOW)) & (column < row(HIGH)) & ~in_gap
 
 
 def sees_block(row: Callable[[int], Array], key: Array, position: Array, window: Array, two_sided: bool) -> Array:
