@@ -117,12 +117,14 @@ class Summary:
         for number, (setting, methods) in enumerate(self.measured.items()):
             suffix = f"-{number}-{setting.gen_length}" if several else ""
             rows = [row for row in self.rows if (row.model, row.gen_length) == (setting.model, setting.gen_length)]
+            plain = [row.accuracy for row in rows if (row.method, row.cache) == (PLAIN.label, "none")]
+            target = plain[0] - self.margin if plain else math.nan
             for cache in dict.fromkeys(row.cache for row in rows):
                 mine = [row for row in rows if row.cache == cache]
                 name = f"{suffix}-{cache}.png"
                 if all(row.checked for row in mine):
-                    self._plot_accuracy(folder / f"accuracy{name}", str(setting), mine)
-                chosen = maps or self._worth_a_map(mine)
+                    _plot_accuracy(folder / f"accuracy{name}", str(setting), mine, target)
+                chosen = maps or worth_a_map(mine, target)
                 steps = {row.method: methods[row.method, cache].commit_steps for row in mine if row.method in chosen}
                 if steps:
                     mean = {method: mean_steps(each) for method, each in steps.items()}
@@ -130,26 +132,24 @@ class Summary:
                     report.plot_commit_steps(folder / f"commits-mean{name}", mean, block_length)
                     report.plot_commit_steps(folder / f"commits-first{name}", first, block_length)
 
-    def _plot_accuracy(self, path: Path, title: str, rows: Sequence[Row]) -> None:
-        curves: dict[str, list[tuple[float, float, float]]] = {}
-        for row in rows:
-            point = (row.tokens_per_pass, 100 * row.accuracy, 100 * row.accuracy_error)
-            curves.setdefault(row.family, []).append(point)
-        plain = next((row.accuracy for row in rows if row.method == PLAIN.label), math.nan)
-        report.plot_accuracy(
-            path, {name: sorted(points) for name, points in curves.items()}, 100 * (plain - self.margin), title
-        )
 
-    def _worth_a_map(self, rows: Sequence[Row]) -> list[str]:
-        plain = next((row for row in rows if row.method == PLAIN.label), None)
-        least = -math.inf if plain is None or not plain.checked else plain.accuracy - self.margin
-        chosen = []
-        for family in dict.fromkeys(row.family for row in rows):
-            mine = [row for row in rows if row.family == family]
-            good = [row for row in mine if not row.accuracy < least]  # NaN: as good as any
-            best = min(good, key=lambda row: row.passes) if good else max(mine, key=lambda row: row.accuracy)
-            chosen.append(best.method)
-        return chosen
+def _plot_accuracy(path: Path, title: str, rows: Sequence[Row], target: float) -> None:
+    curves: dict[str, list[tuple[float, float, float]]] = {}
+    for row in rows:
+        point = (row.tokens_per_pass, 100 * row.accuracy, 100 * row.accuracy_error)
+        curves.setdefault(row.family, []).append(point)
+    report.plot_accuracy(path, {name: sorted(points) for name, points in curves.items()}, 100 * target, title)
+
+
+def worth_a_map(rows: Sequence[Row], target: float) -> list[str]:
+    """Of each family the cheapest method that reaches the target accuracy, else the most accurate one."""
+    chosen = []
+    for family in dict.fromkeys(row.family for row in rows):
+        mine = [row for row in rows if row.family == family]
+        good = [row for row in mine if not row.accuracy < target]  # NaN: as good as any
+        best = min(good, key=lambda row: row.passes) if good else max(mine, key=lambda row: row.accuracy)
+        chosen.append(best.method)
+    return chosen
 
 
 def cells(row: Row) -> list[Any]:
@@ -285,13 +285,15 @@ def _speedup(one: Measured, plain: Measured) -> tuple[float, float]:
 def _curves(methods: Mapping[tuple[str, str], Measured], cache: str, plain: Measured) -> dict[str, Curve]:
     """The families with this cache whose points all answer the problems of plain decoding; its own point with this cache ends each."""
     end = methods.get((PLAIN.label, cache), plain)
+    if end.keys != plain.keys:  # a cache whose run was cut short
+        return {}
     whole = {label: one for (label, kind), one in methods.items() if kind == cache and one.keys == plain.keys}
     curves = {}
     for family in dict.fromkeys(one.family for one in whole.values() if one.family != PLAIN.family):
         points = {label: one for label, one in whole.items() if one.family == family} | {PLAIN.label: end}
         columns = lambda name, points=points: np.stack([getattr(one, name) for one in points.values()], axis=1)
         curves[family] = Curve(tuple(points), columns("passes"), columns("correct"))
-    return curves if end.keys == plain.keys else {}
+    return curves
 
 
 def mean_steps(commit_steps: Sequence[Sequence[int]]) -> list[float]:

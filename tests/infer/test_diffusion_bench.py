@@ -14,7 +14,7 @@ import dflax
 from dflax import cli, controllers
 from dflax.config import ControllerConfig
 from dflax.errors import DflaxError
-from dflax.infer import diffusion_bench, diffusion_summary, tasks
+from dflax.infer import diffusion_bench, diffusion_summary, report, tasks
 from dflax.infer.diffusion_bench import DiffusionBenchConfig
 from dflax.infer.policies import Threshold
 from dflax.models.controller import Controller
@@ -98,13 +98,30 @@ def test_problems_that_cannot_be_checked():
 
 def test_maps_show_the_cheapest_that_is_good_enough(tmp_path):
     found = diffusion_summary.summarise(CALLS, margin=0.1)
-    assert found._worth_a_map(found.rows) == ["plain", "fast:2"]
+    assert diffusion_summary.worth_a_map(found.rows, 0.65) == ["plain", "fast:2"]
     assert diffusion_summary.mean_steps([[0, 1, -1, -1], [2, 1, 3, -1]])[:3] == [2, 2, 4]
     assert math.isnan(diffusion_summary.mean_steps([[0, -1], [0, -1]])[1])
     found.plot(tmp_path, 2)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "accuracy-none.png", "commits-first-none.png", "commits-mean-none.png"
     ]  # fmt: skip
+
+
+def test_pictures_compare_with_plain_decoding_without_cache(tmp_path, monkeypatch):
+    dual = [dict(row, cache="dual", correct=[0, 0]) for row in CALLS]
+    targets = {}
+    monkeypatch.setattr(
+        report, "plot_accuracy", lambda path, curves, target, title: targets.update({path.name: target})
+    )
+    diffusion_summary.summarise(CALLS + dual, margin=0.1).plot(tmp_path, 2, maps=["none"])
+    assert targets == pytest.approx({"accuracy-none.png": 65, "accuracy-dual.png": 65})
+
+
+def test_a_cache_whose_run_was_cut_short_has_no_curve():
+    dual = [dict(row, cache="dual") for row in CALLS if (row["method"], row["batch"]) != ("plain", 1)]
+    found = diffusion_summary.summarise(CALLS + dual)
+    assert [cache for _, cache in found.equal] == ["none"]
+    assert next(row for row in found.rows if (row.method, row.cache) == ("plain", "dual")).problems == 2
 
 
 # --- problems
