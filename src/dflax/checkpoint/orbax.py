@@ -43,7 +43,7 @@ class TrainingCheckpoints:
         return None if newest is None else newest.step
 
     def save(
-        self, step: int, state: dict[str, Any], metadata: dict[str, Any], metrics: dict[str, float] | None = None
+        self, step: int, state: dict[str, Any], metadata: dict[str, Any], metrics: dict[str, Any] | None = None
     ) -> None:
         """Begin to write `state` (arrays by name, which may be donated afterwards), `metadata` (JSON) and what was measured at this step.
 
