@@ -33,11 +33,11 @@ def speculative_loop(
     state = jax.eval_shape(
         partial(program.start, dtype=jnp.dtype(dtype)), shape((batch, capacity(context))), shape((batch,))
     )[0]
-    weights = (
-        abstract.leaves(target, mesh, dtype),
-        None if drafter is None else abstract.leaves(drafter, mesh, dtype),
-        None,
-    )
+    leaves = abstract.leaves(target, mesh, dtype)
+    weights = (leaves, None if drafter is None else abstract.leaves(drafter, mesh, dtype), None)
+    if drafter is not None and drafter.draft_vocab_size is not None:
+        scored = jax.eval_shape(program.vocabulary, weights, shape((drafter.draft_vocab_size,)))
+        weights = (*weights[:2], abstract.replicated(scored, mesh))
     params = SamplingParams.build(batch, target.vocab_size, stop_ids=list(target.eos_token_ids))
     arguments = (
         weights,

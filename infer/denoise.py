@@ -27,7 +27,7 @@ from dflax.infer.policies import Observation, Policy, linear_quota
 from dflax.infer.sampling import Noise, SamplingParams, keys
 from dflax.infer.speculative import merger
 from dflax.models.decoder import Decoder
-from dflax.sharding import loop_state_sharding
+from dflax.sharding import place_loop_state
 
 CHUNK = 64  # rows that a question about the whole canvas sends through the head at once
 
@@ -374,7 +374,7 @@ def program(config: ModelConfig) -> Program:
             policy=policy.init(B, plan.block_length, config.vocab_size),
             trend=None if request.ahead is None else request.ahead.init(B, plan.block_length),
         )
-        return state if mesh is None else jax.lax.with_sharding_constraint(state, loop_state_sharding(state, mesh, B))
+        return state if mesh is None else place_loop_state(state, mesh, B)
 
     @partial(jax.jit, donate_argnames="state", static_argnames="plan")
     def run(leaves, state, request, passes, plan):

@@ -20,8 +20,8 @@ class Work:
         return Work(self.bytes + other.bytes, self.flops + other.flops)
 
     def seconds(self, chip: Chip, chips: int, collective_bytes: float = 0.0) -> float:
-        """Evenly shared; the slower of memory and arithmetic, and what a chip sends behind it."""
-        return max(self.bytes / chip.bandwidth, self.flops / chip.flops) / chips + collective_bytes / chip.link
+        """Evenly shared; the slowest of memory, arithmetic and what a chip sends, all three at the same time."""
+        return max(self.bytes / chip.bandwidth / chips, self.flops / chip.flops / chips, collective_bytes / chip.link)
 
 
 def layer_parameters(config: ModelConfig | DrafterConfig, tokens: int = 0) -> tuple[float, float]:
@@ -77,13 +77,13 @@ def drafter_training(
     target: ModelConfig, drafter: DrafterConfig, rows: int, length: int, anchors: int, width: int
 ) -> Work:
     """A step with online features. The frozen target: forward, 2 FLOPs a parameter and token. The drafter: 6, over the blocks of all
-    anchors; its frozen head: 4 (no gradient of its own). Attention is left out. Bytes: weights once forward and, for the drafter, three
-    times in float32 with its moments."""
+    anchors; its frozen head and the fusion of frozen features: 4 (no gradient of the head, none of the features). Attention is left
+    out. Bytes: weights once forward and, for the drafter, three times in float32 with its moments."""
     tokens, slots = rows * length, rows * min(anchors, length) * drafter.block_size
     read, used = layer_parameters(target, tokens)
     own_read, own = layer_parameters(drafter, slots)
     fuse = float(len(drafter.target_layer_ids) * drafter.hidden_size**2)
     context = 2.0 * drafter.num_kv_heads * drafter.head_dim * drafter.hidden_size * drafter.num_layers
     head = float((drafter.draft_vocab_size or target.vocab_size) * target.hidden_size)
-    flops = 2 * used * tokens + 6 * own * slots + 6 * (fuse + context) * tokens + 4 * head * slots
+    flops = 2 * used * tokens + 6 * own * slots + (4 * fuse + 6 * context) * tokens + 4 * head * slots
     return Work(read * width + head * width + 3 * 4 * (own_read + fuse), flops)

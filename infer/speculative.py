@@ -22,17 +22,17 @@ from dflax.model import build
 from dflax.models import params as parameters
 from dflax.models.decoder import Decoder
 from dflax.models.drafter import Drafter
-from dflax.sharding import loop_state_sharding
+from dflax.sharding import place_loop_state
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DraftVocabulary:
-    """The part of the target's vocabulary that a drafter scores."""
+    """The part of the target's vocabulary that a drafter scores. (Annotated Any: compiling ahead of time describes it by shapes.)"""
 
-    ids: Int32[Array, "Vd"]
+    ids: Int32[Any, "Vd"]
     """int32 [Vd]: target ids."""
-    head: Float[Array, "Vd E"]
+    head: Float[Any, "Vd E"]
     """[Vd, E]: these rows of the target's head, picked once."""
 
 
@@ -242,7 +242,7 @@ def program(target: ModelConfig, drafter: DrafterConfig | None) -> Program:
     def start(prompts, end, dtype, mesh=None):
         B = prompts.shape[0]
         state = LoopState.start(prompts, end, target, drafter, dtype), jnp.zeros((B, target.hidden_size), dtype)
-        return state if mesh is None else jax.lax.with_sharding_constraint(state, loop_state_sharding(state, mesh, B))
+        return state if mesh is None else place_loop_state(state, mesh, B)
 
     @jax.jit
     def vocabulary(weights, ids):

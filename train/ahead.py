@@ -42,10 +42,10 @@ def drafter_step(recipe: DrafterRecipe, mesh: Mesh) -> jax.stages.Compiled:
     weights = abstract.parameters(target, mesh, recipe.dtype)
     embed = weights["embed_tokens.weight"]
     head = embed if target.tie_word_embeddings else weights["lm_head.weight"]
-    shared = jax.eval_shape(lambda embed, head: Frozen.make(embed, head, ids), embed, head)
-    shared = Frozen(embed, head if ids is None else shared.head, shared.draft_index)
+    shared = Frozen(embed, head)
     if ids is not None:
-        shared = Frozen(embed, *abstract.replicated((shared.head, shared.draft_index), mesh))
+        scored = jax.eval_shape(lambda embed, head: Frozen.make(embed, head, ids), embed, head)
+        shared = Frozen(embed, *abstract.replicated((scored.head, scored.draft_index), mesh))
     batch = {
         name: _rows(recipe.rows_per_step, recipe.length, dtype, mesh)
         for name, dtype in {"tokens": jnp.int32, "loss_mask": jnp.bool_, "ctx_start": jnp.int32}.items()

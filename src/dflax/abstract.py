@@ -12,7 +12,7 @@ from dflax.config import DrafterConfig, ModelConfig
 from dflax.errors import DflaxError
 from dflax.model import build, locate
 from dflax.models import params
-from dflax.sharding import loop_state_sharding, parameter_sharding
+from dflax.sharding import loop_sharding, parameter_sharding
 
 
 def config_of(name: str) -> ModelConfig | DrafterConfig:
@@ -41,8 +41,9 @@ def leaves(config: ModelConfig | DrafterConfig, mesh: Mesh, dtype: Any) -> tuple
 
 def loop_state(state: Any, mesh: Mesh, batch: int) -> Any:
     """The state of a decoding loop (arrays or shapes) with its places."""
-    shape = lambda leaf, own: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=own)
-    return jax.tree.map(shape, state, loop_state_sharding(state, mesh, batch))
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=loop_sharding(leaf, mesh, batch)), state
+    )
 
 
 def replicated(tree: Any, mesh: Mesh) -> Any:

@@ -150,16 +150,17 @@ def batch_sharding(shape: Sequence[int], mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, found)
 
 
-def loop_state_sharding(state: Any, mesh: Mesh, batch: int) -> Any:
-    """Where the state of a decoding loop lies (arrays or shapes in): caches over batch and key/value heads, what has a row per prompt over
-    the batch, the rest everywhere."""
+def loop_sharding(leaf: Any, mesh: Mesh, batch: int) -> NamedSharding:
+    """Where an array of a decoding loop's state lies (or one of its shape): a cache over batch and key/value heads, what has a row per
+    prompt over the batch, the rest everywhere."""
+    axes: tuple[str | None, ...] = (None,) * leaf.ndim
+    if leaf.ndim == 5:  # a stacked cache [L, B, Hkv, S, D]
+        axes = ("layers", "batch", "kv_heads", "length", "head_dim")
+    elif leaf.ndim and leaf.shape[0] == batch:
+        axes = ("batch", *axes[1:])
+    return NamedSharding(mesh, spec(axes, leaf.shape, mesh)[0])
 
-    def place(leaf: Any) -> NamedSharding:
-        axes: tuple[str | None, ...] = (None,) * leaf.ndim
-        if leaf.ndim == 5:  # a stacked cache [L, B, Hkv, S, D]
-            axes = ("layers", "batch", "kv_heads", "length", "head_dim")
-        elif leaf.ndim and leaf.shape[0] == batch:
-            axes = ("batch", *axes[1:])
-        return NamedSharding(mesh, spec(axes, leaf.shape, mesh)[0])
 
-    return jax.tree.map(place, state)
+def place_loop_state(state: Any, mesh: Mesh, batch: int) -> Any:
+    """The state with every array in its place, inside a jitted function."""
+    return jax.tree.map(lambda leaf: jax.lax.with_sharding_constraint(leaf, loop_sharding(leaf, mesh, batch)), state)

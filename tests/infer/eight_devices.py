@@ -2,11 +2,14 @@
 
 import json
 import sys
+from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 import dflax
+from dflax.infer.compile_command import collectives
 from dflax.infer.diffuse import prepare
 from dflax.infer.generate import _session
 from dflax.sharding import make_mesh
@@ -30,8 +33,18 @@ def share(arrays: list[jax.Array]) -> float:
     return max(held.values()) / sum(array.nbytes for array in arrays)
 
 
+def sum_over_two() -> dict[str, tuple[int, int]]:
+    """What `dflax compile` counts in a program that must add up the parts of two devices."""
+    mesh = make_mesh("tensor=2", jax.devices()[:2])
+    cut, whole = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((None, "tensor"), ()))
+    x = jax.ShapeDtypeStruct((4, 64), np.float32, sharding=cut)
+    text = jax.jit(lambda x: x.sum(1), out_shardings=whole).lower(x).compile().as_text()
+    assert text is not None
+    return collectives(text)
+
+
 def main(target_folder: str, drafter_folder: str, diffusion_folder: str) -> None:
-    found = {}
+    found: dict[str, Any] = {"collectives": sum_over_two()}
     for mesh in MESHES:
         target, drafter, diffusion = (on(folder, mesh) for folder in (target_folder, drafter_folder, diffusion_folder))
         out = dflax.speculate(target, drafter, PROMPTS, NEW, temperature=[0.0, 0.0, 0.8, 0.8])

@@ -46,6 +46,10 @@ def test_every_mesh_writes_what_one_device_writes(found, mesh):
     assert found[""]["tokens"] == found[""]["plain"]
 
 
+def test_the_collectives_of_a_real_program_are_counted(found):
+    assert found["collectives"] == {"all-reduce": [1, 16]}
+
+
 def test_weights_and_caches_are_cut_and_not_copied(found):
     """Heads, feed-forward and vocabulary over tensor (the vocabulary of 7 is not divisible), widths over fsdp, rows over data and fsdp."""
     assert found[""]["weights"] == found[""]["cache"] == 1
