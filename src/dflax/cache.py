@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from dflax.config import DrafterConfig, ModelConfig
+from dflax.sharding import each_device
 
 
 @jax.tree_util.register_dataclass
@@ -39,9 +40,8 @@ class KVCache:
         self, layer: int, k: Float[Array, "B T Hkv D"], v: Float[Array, "B T Hkv D"], n: Int[Array, " B"]
     ) -> "KVCache":
         """Row b of one layer gets its first n[b] rows at the cursor, which does not move (see `advance`)."""
-        row, column = self._targets(k.shape[1], n)
-        put = lambda cache, x: cache.at[layer, row, :, column].set(x.astype(cache.dtype), mode="drop")
-        return replace(self, k=put(self.k, k), v=put(self.v, v))
+        path = jnp.broadcast_to(jnp.arange(k.shape[1], dtype=jnp.int32), k.shape[:2])
+        return self._put(k[None], v[None], layer, path, n)
 
     def write_all(self, layer: int, k: Float[Array, "B S Hkv D"], v: Float[Array, "B S Hkv D"]) -> "KVCache":
         """`write` for a block as long as the cache, whose every column is known to stay (a canvas's full pass)."""
@@ -59,18 +59,34 @@ class KVCache:
         n: Int[Array, " B"],
     ) -> "KVCache":
         """Row b gets its block rows path[b, :n[b]], in this order, and its cursor moves by n[b]; n = 0 leaves it untouched."""
-        row, column = self._targets(path.shape[1], n)
-        pick = path[None, :, :, None, None]
+        return self._put(k, v, 0, path, n).advance(n)
 
-        def put(cache, x):
-            x = jnp.take_along_axis(x, pick, axis=2)
-            return cache.at[:, row, :, column].set(x.transpose(1, 2, 0, 3, 4).astype(cache.dtype), mode="drop")
+    def _put(self, k: Array, v: Array, layer: int, path: Array, n: Array) -> "KVCache":
+        """k, v [l, B, T, Hkv, D] into layers layer .. layer + l at the cursor.
 
-        return replace(self, k=put(self.k, k), v=put(self.v, v)).advance(n)
+        Row by row, the columns from the cursor on are read, the new ones laid over them, and written back. One scatter for all rows says
+        the same, but TPUs have theirs with columns before heads, for which the whole cache would be copied to and fro in every round.
+        """
+        B, T = path.shape
+        width = min(T, self.capacity)
+        first = jnp.minimum(self.length, self.capacity - width)
+        slot = first[:, None] + jnp.arange(width, dtype=jnp.int32) - self.length[:, None]  # block row of each column
+        new = (slot >= 0) & (slot < n[:, None])
+        pick = jnp.take_along_axis(path, jnp.clip(slot, 0, T - 1), axis=1)[None, :, :, None, None]
 
-    def _targets(self, T: int, n: Int[Array, " B"]) -> tuple[Array, Array]:
-        """Row and column of each of T rows, [B, T]; the column of a row that must not be written lies past the end."""
-        slot = jnp.arange(T, dtype=jnp.int32)
-        column = jnp.where(slot < n[:, None], self.length[:, None] + slot, self.capacity)
-        row = jnp.broadcast_to(jnp.arange(n.shape[0], dtype=jnp.int32)[:, None], column.shape)
-        return row, column
+        def lay(cache, x, pick, new, first):
+            x = jnp.take_along_axis(x, pick, axis=2).transpose(0, 1, 3, 2, 4).astype(cache.dtype)
+
+            def row(b, cache):
+                at = (layer, b, 0, first[b], 0)
+                own = jax.lax.dynamic_slice_in_dim(x, b, 1, axis=1)
+                old = jax.lax.dynamic_slice(cache, at, own.shape)
+                return jax.lax.dynamic_update_slice(cache, jnp.where(new[b][:, None], own, old), at)
+
+            return jax.lax.fori_loop(0, x.shape[1], row, cache)
+
+        stack, rows = (None, "batch", "kv_heads"), (None, "batch", None, "kv_heads")
+        axes = stack, rows, (None, "batch"), ("batch",), ("batch",)
+        sizes = {"batch": B, "kv_heads": self.k.shape[2]}
+        put = lambda cache, x: each_device(lay, (cache, x, pick, new, first), axes, stack, sizes)
+        return replace(self, k=put(self.k, k), v=put(self.v, v))

@@ -164,3 +164,29 @@ def loop_sharding(leaf: Any, mesh: Mesh, batch: int) -> NamedSharding:
 def place_loop_state(state: Any, mesh: Mesh, batch: int) -> Any:
     """The state with every array in its place, inside a jitted function."""
     return jax.tree.map(lambda leaf: jax.lax.with_sharding_constraint(leaf, loop_sharding(leaf, mesh, batch)), state)
+
+
+def each_device(
+    function: Callable[..., Any], arguments: Sequence[Any], axes: Sequence[Any], results: Any, sizes: Mapping[str, int]
+) -> Any:
+    """function(*arguments), computed by every device for its own part, without a word to the others.
+
+    For what the compiler cannot cut (kernels) or would gather (updates at traced places). The mesh is the one that the type of the first
+    argument names while a program is traced; without one of ours, or on one device, the function runs as it is.
+
+    Args:
+      axes: for every argument the tuple of its dimensions' logical axes (None: whole), or a tree of such tuples.
+      results: the same for what comes back.
+      sizes: of every logical axis that is used. What the mesh does not divide is computed by all of its devices.
+    """
+    mesh = jax.typeof(arguments[0]).sharding.mesh
+    ours = set(MESH_AXES) <= set(mesh.axis_names) and AxisType.Manual not in mesh.axis_types
+    if not ours or mesh.size == 1:
+        return function(*arguments)
+    place = {name: spec((name,), (size,), mesh)[0][0] for name, size in sizes.items()} | {None: None}
+    cut = lambda tree: jax.tree.map(
+        lambda axes: PartitionSpec(*(place[name] for name in axes)), tree, is_leaf=lambda leaf: type(leaf) is tuple
+    )
+    return jax.shard_map(
+        function, mesh=mesh, in_specs=tuple(map(cut, axes)), out_specs=cut(results), check_vma=False
+    )(*arguments)  # fmt: skip
