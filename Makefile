@@ -14,7 +14,7 @@ PYTHON312 ?= $(shell for python in python3.12 $(HOME)/.pyenv/versions/3.12*/bin/
 # $(call venv,PYTHON,FOLDER): a virtual environment, also where the system's python lacks ensurepip.
 venv = $(1) -m venv $(2) 2>/dev/null || { $(1) -m venv --without-pip $(2) && $(1) -m pip --python $(2)/bin/python install --quiet pip; }
 
-.PHONY: help demo test slow lint smoke312 clean
+.PHONY: help demo test slow test-aot lint smoke312 clean
 
 help: ## say what can be made
 	@grep -hE '^[a-z0-9]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9]+):.*## /\1\t/' | expand -t 10
@@ -26,11 +26,16 @@ export PROMPT
 
 test: .venv/.dev ## run the tests (two processes, without the slow ones): make test ARGS="-k sampling"
 	@echo "test: pytest, two processes, without the slow ones"
-	@$(BIN)/python -m pytest -n 2 -m "not slow" -q $(ARGS)
+	@$(BIN)/python -m pytest -n 2 -m "not slow and not aot" -q $(ARGS)
 
 slow: .venv/.dev .venv/.demo ## run the tests that take minutes
 	@echo "slow: pytest, only the slow ones"
 	@$(BIN)/python -m pytest -m slow -q $(ARGS)
+
+# XLA_FLAGS is empty: the other tests compile without optimization.
+test-aot: .venv-aot/.dev ## compile for TPU v5e, v5p, v6e and H100 with their real compilers, without the chips
+	@echo "test-aot: pytest, two processes, only the ahead-of-time compilations"
+	@XLA_FLAGS= .venv-aot/bin/python -m pytest -n 2 --dist loadfile -m aot -q tests/aot $(ARGS)
 
 lint: .venv/.dev ## ruff (rules, format) and a type check of the installed package
 	@echo "lint: ruff check"
@@ -54,7 +59,7 @@ else
 endif
 
 clean: ## remove the environments and everything that was built
-	rm -rf .venv .venv312 build dist dflax.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv312 .venv-aot build dist dflax.egg-info .pytest_cache .ruff_cache .hypothesis
 
 .venv/bin/python:
 	@test -n "$(PYTHON)" || { echo "dflax needs Python 3.11 or newer; none was found (make PYTHON=/path/to/python)"; exit 1; }
@@ -82,4 +87,11 @@ clean: ## remove the environments and everything that was built
 	@echo "setup: virtual environment .venv312 with $$($(PYTHON312) --version) and the newest JAX"
 	@test -x $(BIN312)/python || { $(call venv,$(PYTHON312),.venv312); }
 	@$(BIN312)/python $(PIP_INSTALL) --editable '.[dev]'
+	@touch $@
+
+# An environment of its own: JAX would look for the chips of every compiler that is installed.
+.venv-aot/.dev: pyproject.toml | .venv/bin/python
+	@echo "setup: virtual environment .venv-aot with the compilers for TPU and GPU (about 1.2 GB)"
+	@test -x .venv-aot/bin/python || { $(call venv,$(PYTHON),.venv-aot); }
+	@.venv-aot/bin/python $(PIP_INSTALL) --editable '.[dev,aot-tpu,aot-gpu]'
 	@touch $@

@@ -95,6 +95,7 @@ def topology(name: str) -> Topology:
     if chip.platform == "tpu":
         _need("libtpu", "aot-tpu")
         os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # else it looks for a TPU host on the network
+        os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # a compiler needs no chip of its own
         options: dict[str, Any] = {"topology_name": f"{kind}:{shape or '1x1'}"}
     else:
         _need("jax_cuda13_plugin", "aot-gpu")

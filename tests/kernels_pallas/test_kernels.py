@@ -34,13 +34,11 @@ SHAPES = {
     "ragged end of the cache": Shape(T=10, G=3, D=48, S=200, hole=True, soft_cap=3.0, cut=Sizes(64, 64, 16)),
     "cut blocks": Shape(T=100, G=1, Hkv=1, kind="causal", cut=Sizes(32, 128, 32)),
     "tree": Shape(T=40, G=2, kind="array", soft_cap=3.0, hole=True, cut=Sizes(32, 128, 16)),
-    "anchors": Shape(N=5, T=7, G=2, kind="causal", cut=Sizes(64, 64, 32)),
-    "anchors under explicit masks": Shape(N=3, T=4, G=2, Hkv=1, kind="array", S=64, cut=Sizes(16, 32, 16)),
     "no context": Shape(T=33, G=2, Hkv=1, S=0, cut=Sizes(32, 128, 16)),
 }
 GRADIENTS = {
-    "anchors": Shape(N=5, T=5, G=2, D=48, S=100, soft_cap=2.0, cut=Sizes(32, 32, 16)),
-    "cut blocks": Shape(T=40, G=3, Hkv=1, S=64, hole=True, kind="causal", cut=Sizes(64, 32, 32)),
+    "anchors": Shape(N=5, T=5, G=2, D=48, S=100, soft_cap=2.0, kind="causal", cut=Sizes(32, 32, 16)),
+    "cut blocks": Shape(T=40, G=3, Hkv=1, S=64, hole=True, cut=Sizes(64, 32, 16)),
     "explicit masks": Shape(N=2, T=20, G=2, Hkv=1, S=64, kind="array", cut=Sizes(32, 32, 16)),
 }
 SMALL = Shape(
