@@ -35,7 +35,7 @@ slow: .venv/.dev .venv/.demo ## run the tests that take minutes
 # XLA_FLAGS is empty: the other tests compile without optimization.
 test-aot: .venv-aot/.dev ## compile for TPU v5e, v5p, v6e and H100 with their real compilers, without the chips
 	@echo "test-aot: pytest, two processes, only the ahead-of-time compilations"
-	@XLA_FLAGS= .venv-aot/bin/python -m pytest -n 2 --dist loadfile -m aot -q tests/aot $(ARGS)
+	@XLA_FLAGS= .venv-aot/bin/python -m pytest -n 2 -m aot -q tests/aot $(ARGS)
 
 lint: .venv/.dev ## ruff (rules, format) and a type check of the installed package
 	@echo "lint: ruff check"
