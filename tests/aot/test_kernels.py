@@ -35,6 +35,10 @@ def test_compiles(topology, name):
     queries = call.B * call.N * call.T * call.Hq * width
     masks = 4 * call.B * call.N * call.T**2 if call.mask == "array" else 0
     limit = (6 if call.gradient else 4) * queries + masks + 16 * 2**20
+    if (
+        topology.chip.platform == "tpu" and call.D < 128
+    ):  # XLA keeps arguments of narrow heads columns last, and turns them once a call
+        limit += 2 * call.L * call.B * call.Hkv * call.S * 128 * call.dtype(0).itemsize
     assert program.memory_analysis().temp_size_in_bytes < limit
 
 
