@@ -14,8 +14,10 @@ A query tile holds `rows` = tokens x query heads of one kv head; what it meets a
 
 Pads: TPU tokens of a tile to 8 (a sublane tile), GPU rows, keys and head_dim to powers of two, at least 16 (Triton has no others). The
 cache is never padded: the kernels mask its end. (On TPU a program whose cache has heads narrower than 128 turns it once when it is called
-and once when it returns: XLA's layout of such arguments has the columns last.) Chosen from what compiles for v5e, v5p, v6e and H100 and from the chips' published ratios
-of operations to bytes; tune here once there is a chip.
+and once when it returns: XLA's layout of such arguments has the columns last.)
+
+Chosen from what compiles for v5e, v5p, v6e and H100 and from the chips' published ratios of operations to bytes; tune here once there is
+a chip.
 """
 
 from dataclasses import dataclass
