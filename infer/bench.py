@@ -266,7 +266,7 @@ def _publish(config: BenchConfig, result: summary.Summary, samples: Sequence[dic
             "baseline": result.baseline_name,
         },
     )
-    (out / "bench.md").write_text(result.table(markdown=True) + "\n")
+    report.write_text(out / "bench.md", result.table(markdown=True) + "\n")
     result.plot(out)
     print(result.table())
     print(f"{threads} threads, commit {report.commit() or 'unknown'}; everything in {out}/")

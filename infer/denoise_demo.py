@@ -112,9 +112,10 @@ def _together(runs: list[Iterator[Frame]]) -> Iterator[list[Frame]]:
 
 
 def _said(frame: Frame, ends: set[int]) -> list[int | None]:
-    """Up to the end token, if all before it is written."""
-    cut = next((i for i, token in enumerate(frame.answer) if token is None or token in ends), len(frame.answer))
-    return frame.answer[:cut] if None not in frame.answer else frame.answer
+    """All that there is while anything is masked, then up to the end token."""
+    if None in frame.answer:
+        return frame.answer
+    return list(itertools.takewhile(lambda token: token not in ends, frame.answer))
 
 
 def _panel(model: Model, name: str, frame: Frame, ends: set[int]) -> Panel:

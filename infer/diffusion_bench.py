@@ -285,7 +285,7 @@ def _publish(
         **diffusion_summary.plain_data(summary),
     }
     report.write_json(out / "bench.json", found)
-    (out / "bench.md").write_text(summary.table(markdown=True) + "\n")
+    report.write_text(out / "bench.md", summary.table(markdown=True) + "\n")
     summary.plot(out, config.block_length, config.maps)
     print(summary.table())
     print(f"{threads} threads, batch {config.batch}; everything in {out}/")

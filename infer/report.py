@@ -207,6 +207,11 @@ def write_json(path: str | Path, data: Mapping[str, Any]) -> None:
     _write(path, lambda file: file.write(text.encode() + b"\n"))
 
 
+def write_text(path: str | Path, text: str) -> None:
+    """Writes a file of text beside its place and renames it."""
+    _write(path, lambda file: file.write(text.encode()))
+
+
 def provenance() -> dict[str, Any]:
     """What made a result: commit, package versions, machine, JAX devices."""
     devices = jax.devices()

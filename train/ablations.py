@@ -226,11 +226,7 @@ def write_table(config: AblationConfig) -> None:
     if details:
         headers = ["run", "parameters", "minutes", "same tokens as plain decoding"]
         lines += ["## Runs", "", report.table(headers, details, markdown=True), ""]
-    path = Path(config.table)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(path.name + ".partial")
-    beside.write_text("\n".join(lines))
-    beside.replace(path)
+    report.write_text(config.table, "\n".join(lines))
 
 
 def _cell(results: dict[str, Any], name: str, size: int) -> str | None:

@@ -7,7 +7,6 @@ a line of OUT/calls; a killed command goes on from there. Tables and picture are
 
 import dataclasses
 import json
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -85,6 +84,8 @@ class ControllerAblationConfig:
         for length in self.gen_lengths:
             if length < 1 or length % self.controller.block_length:
                 raise DflaxError(f"gen_length {length} is no multiple of block_length {self.controller.block_length}")
+            if length == self.controller.gen_length:
+                raise DflaxError(f"gen_lengths names {length}, at which everything is measured anyway; leave it out")
 
 
 # --- the command ---
@@ -242,10 +243,7 @@ def publish(
     out = Path(config.out)
     summary = diffusion_summary.summarise(calls, config.margin / 100, "base+ce")
     runs = {name: found for name in VARIANTS if (found := _result(out / name)) is not None}
-    text = _page(config, summary, runs)
-    beside = out / "ablations.partial"
-    beside.write_text(text)
-    os.replace(beside, out / "ablations.md")
+    report.write_text(out / "ablations.md", _page(config, summary, runs))
     data = {"config": asdict(config), "constants": asdict(ce), "fit": fitted, "runs": runs}
     report.write_json(out / "ablations.json", {**data, **diffusion_summary.plain_data(summary)})
     rows = [

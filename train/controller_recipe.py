@@ -2,8 +2,6 @@
 
 import dataclasses
 import hashlib
-import json
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +14,7 @@ from dflax import controllers
 from dflax.config import CONTROLLER_FEATURES, ControllerConfig, ControllerKind
 from dflax.errors import DflaxError
 from dflax.infer import prompts as prompt_files
+from dflax.infer import report
 from dflax.infer.extrapolation import ConfidenceExtrapolation
 from dflax.infer.fit import check_diffusion
 from dflax.infer.learned import TSPD
@@ -146,9 +145,7 @@ def run(recipe: ControllerRecipe) -> Path:
     if recipe.filter:
         learned, result["filter"] = learn_filter(recipe, traces)
         save(out / "filter", learned, ce)
-    beside = out / "result.partial"
-    beside.write_text(json.dumps(result, indent=1) + "\n")
-    os.replace(beside, out / "result.json")
+    report.write_json(out / "result.json", result)
     return out
 
 

@@ -98,6 +98,10 @@ def train_drafter(recipe: DrafterRecipe) -> Path:
     A run that was killed goes on from its last checkpoint when called again with the same recipe.
     """
     processes.join(recipe.train.distributed)
+    if recipe.features and recipe.data and jax.process_count() > 1:
+        raise DflaxError(
+            f"features is {recipe.features!r}; several processes cannot make a cache together: make it with one, then leave data out"
+        )
     mesh = sharding.make_mesh(recipe.train.mesh)
     target = load(recipe.target, dtype=recipe.dtype, mesh=mesh if recipe.train.mesh else None)
     if target.is_drafter:

@@ -94,6 +94,8 @@ def test_a_failed_write_leaves_the_old_file(tmp_path):
         report._write(path, half)
     assert path.read_text() == "old"
     assert [p.name for p in tmp_path.iterdir()] == ["run.json"]
+    report.write_text(path, "né\n")
+    assert path.read_bytes() == b"n\xc3\xa9\n"
 
 
 def test_commit_of_a_tracked_folder_only(tmp_path):

@@ -114,6 +114,7 @@ def test_impossible_settings(config, tmp_path, capsys):
         ({"gates": ()}, "gates is empty"),
         ({"batch": 0}, "batch is 0"),
         ({"gen_lengths": (12,)}, "gen_length 12 is no multiple of block_length 8"),
+        ({"gen_lengths": (GEN,)}, "gen_lengths names 16, at which everything is measured anyway"),
     ]:
         with pytest.raises(DflaxError, match=words):
             dataclasses.replace(config, **changes)

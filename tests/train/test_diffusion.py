@@ -167,6 +167,21 @@ def test_the_next_token_is_predicted_from_the_clean_ones_before_it_and_from_no_o
     assert (first[row] != ce[row])[live[row]].all()
 
 
+def test_a_mask_sees_what_a_canvas_that_ends_with_it_shows(model, tokens):
+    """Keys of a first and only layer know of no other token, so that tokens, positions and nothing else must be the same."""
+    ce, right = next_token(model, tokens)
+    ending = jax.jit(lambda tokens, length: model.predict(model.canvas(tokens, length)[0]))
+    row, length = np.arange(B), np.asarray(LENGTH)
+    for step in range(ANSWER):
+        column = np.asarray(PROMPT) + step
+        at, live = np.minimum(column, S - 1), column < length
+        logits = np.asarray(ending(tokens.at[row, at].set(MASK), jnp.asarray(at + 1))[row, at], np.float64)
+        label = np.asarray(tokens)[row, at]
+        want = np.log(np.exp(logits).sum(1)) - logits[row, label]
+        np.testing.assert_allclose(ce[live, step], want[live], rtol=1e-4)
+        np.testing.assert_array_equal(right[live, step], (logits.argmax(1) == label)[live])
+
+
 def test_the_next_token_loss_of_a_row_is_its_mean_and_chunks_change_nothing(model, tokens):
     ce, right = next_token(model, tokens)
     np.testing.assert_allclose(next_token(model, tokens, chunk=5)[0], ce, atol=1e-5)

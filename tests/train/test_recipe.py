@@ -2,6 +2,7 @@
 
 import json
 
+import jax
 import numpy as np
 import pytest
 
@@ -94,6 +95,12 @@ def test_other_kinds_of_drafter(setting, tmp_path, kind):
         dflax.speculate(target, drafter, [[5, 6, 7], [1, 2]], max_new_tokens=12, stop_token_ids=[]).tokens
         == plain.tokens
     )
+
+
+def test_several_processes_cannot_make_one_cache(setting, tmp_path, monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(DflaxError, match="several processes cannot make a cache together"):
+        train_drafter(recipe(setting, tmp_path / "run", features=str(tmp_path / "cache")))
 
 
 @pytest.mark.parametrize(
