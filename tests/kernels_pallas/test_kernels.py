@@ -83,7 +83,7 @@ def check_gradients(shape: Shape, backend: str, seed: int, window: int):
 
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("backend", INTERPRETED)
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(seed=st.integers(0, 999), window=st.sampled_from([1, 6, 70, FAR]))
 def test_forward(backend, name, seed, window):
     check_forward(SHAPES[name], backend, seed, window)
@@ -91,7 +91,7 @@ def test_forward(backend, name, seed, window):
 
 @pytest.mark.parametrize("name", GRADIENTS)
 @pytest.mark.parametrize("backend", INTERPRETED)
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(seed=st.integers(0, 999), window=st.sampled_from([1, 6, 70, FAR]))
 def test_gradients(backend, name, seed, window):
     check_gradients(GRADIENTS[name], backend, seed, window)
