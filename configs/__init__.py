@@ -47,7 +47,7 @@ def build(kind: type[T], values: Mapping[str, Any], where: str, missing: Any = d
     Raises:
       DflaxError: naming the key, its value and what would be right.
     """
-    fields = {field.name: field for field in dataclasses.fields(kind) if field.init}  # type: ignore[arg-type]  any dataclass
+    fields = {field.name: field for field in dataclasses.fields(typing.cast(Any, kind)) if field.init}
     hints = typing.get_type_hints(kind)
     for key in values:
         if key not in fields:

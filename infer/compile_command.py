@@ -145,7 +145,7 @@ def run(config: CompileConfig) -> Report:
 
 
 def _what(config: CompileConfig, values: dict[str, Any]) -> str:
-    known = ("speculate", "train") if "target" in values else ("denoise",) if "model" in values else ()
+    known = ("speculate", "train") if "target" in values else ("denoise", "train") if "model" in values else ()
     if not known:
         raise DflaxError(f"preset {config.preset} names neither a target nor a model; nothing can be compiled from it")
     what = known[0] if config.what == "auto" else config.what
@@ -207,23 +207,42 @@ def _denoise(config: CompileConfig, values: dict[str, Any], found: Topology) -> 
 
 
 def _train(config: CompileConfig, values: dict[str, Any], found: Topology) -> Report:
+    return (_train_drafter if "target" in values else _train_diffusion)(config, values, found)
+
+
+def _train_drafter(config: CompileConfig, values: dict[str, Any], found: Topology) -> Report:
     from dflax.train.ahead import configs_of, drafter_step
 
-    recipe = _recipe(config, values)
-    mesh = _mesh(config, found, None)
-    rows = config.batch or max(recipe.rows_per_step, len(found.devices))
-    recipe = dataclasses.replace(recipe, rows_per_step=rows)
+    mesh, recipe = _mesh(config, found, None), _with_rows(config, _recipe(config, values), found)
     target, drafter, _ = configs_of(recipe)
+    rows, anchors = recipe.rows_per_step, recipe.objective.anchors
     width = np.dtype(jax.numpy.dtype(recipe.dtype)).itemsize
-    work = roofline.drafter_training(target, drafter, rows, recipe.length, recipe.objective.anchors, width)
+    work = roofline.drafter_training(target, drafter, rows, recipe.length, anchors, width)
+    settings = {"rows": rows, "length": recipe.length, "anchors": anchors, "block_size": recipe.block_size}
+    settings |= {"target": recipe.dtype, "accumulation": recipe.train.accumulation}
+    return _report("train", config, found, mesh, settings, lambda: drafter_step(recipe, mesh), work)
+
+
+def _train_diffusion(config: CompileConfig, values: dict[str, Any], found: Topology) -> Report:
+    from dflax.train.ahead import diffusion_config, diffusion_step
+    from dflax.train.diffusion_recipe import DiffusionRecipe
+
+    recipe = configs.build(DiffusionRecipe, {"data": ["-"], **values}, f"preset {config.preset}")
+    mesh, recipe = _mesh(config, found, None), _with_rows(config, recipe, found)
+    rows = recipe.rows_per_step
+    work = roofline.diffusion_training(diffusion_config(recipe), rows, recipe.length, recipe.answer_columns)
     settings = {
         "rows": rows,
         "length": recipe.length,
-        "anchors": recipe.objective.anchors,
-        "block_size": recipe.block_size,
+        "compute": recipe.compute,
+        "accumulation": recipe.train.accumulation,
     }
-    settings |= {"target": recipe.dtype, "accumulation": recipe.train.accumulation}
-    return _report("train", config, found, mesh, settings, lambda: drafter_step(recipe, mesh), work)
+    return _report("train", config, found, mesh, settings, lambda: diffusion_step(recipe, mesh), work)
+
+
+def _with_rows(config: CompileConfig, recipe: Any, found: Topology) -> Any:
+    """The rows that are asked for, or the preset's, but one a chip at least."""
+    return dataclasses.replace(recipe, rows_per_step=config.batch or max(recipe.rows_per_step, len(found.devices)))
 
 
 def _recipe(config: CompileConfig, values: dict[str, Any]) -> Any:

@@ -93,6 +93,11 @@ def run(config: DemoConfig, console: Console | None = None) -> Comparison | deno
     if config.repeats < 1:
         raise DflaxError(f"repeats is {config.repeats}; it must be at least 1")
     if config.diffusion:
+        for name in ("pair", "max_new_tokens", "block_size", "dtype"):
+            if getattr(config, name) != getattr(DemoConfig(), name):
+                raise DflaxError(
+                    f"{name} is {getattr(config, name)!r}, which means nothing to --diffusion; leave it out"
+                )
         return denoise_demo.run(config.prompt, config.seed, config.repeats, console)
     names = PAIRS[config.pair]
     for name in names:

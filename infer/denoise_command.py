@@ -12,44 +12,17 @@ from rich.text import Text
 from tyro.conf import Positional
 
 import dflax
-from dflax import controllers, policies, text
+from dflax import controllers, text
 from dflax.errors import DflaxError
 from dflax.infer.canvas import Cache
 from dflax.infer.diffuse import DenoiseOutput, DenoisePiece, denoise, end_tokens, stream_denoise
-from dflax.infer.endings import EndOfText
+from dflax.infer.endings import EndOfText, text_length
 from dflax.infer.generate_command import THINKING
+from dflax.infer.policy_names import PolicyName, build_policy
 from dflax.infer.prompts import read
 from dflax.model import Model
 
 MASK = "▁"
-
-POLICIES = {
-    "schedule": policies.Schedule,
-    "random": lambda: policies.Schedule("random"),
-    "entropy": lambda **kw: policies.Schedule("entropy", **kw),
-    "maskgit_plus": lambda **kw: policies.Schedule("maskgit_plus", **kw),
-    "topk_margin": lambda **kw: policies.Schedule("topk_margin", **kw),
-    "origin": lambda: policies.Schedule("origin"),
-    "threshold": policies.Threshold,
-    "factor": policies.Factor,
-    "frechet": policies.Frechet,
-    "credit": policies.Credit,
-    "prophet": policies.Prophet,
-}
-"""By the name used on the command line; "tspd" and "learn2pd" come from a folder."""
-
-LEARNED = {"tspd": policies.TSPD, "learn2pd": policies.Learn2PD}
-
-KNOB = {
-    "threshold": "threshold", "credit": "threshold", "factor": "factor", "frechet": "margin", "entropy": "alg_temp",
-    "maskgit_plus": "alg_temp", "topk_margin": "alg_temp", "tspd": "threshold", "learn2pd": "threshold",
-}  # fmt: skip
-"""What --value sets, where a policy has one number that is tuned."""
-
-PolicyName = Literal[
-    "schedule", "random", "entropy", "maskgit_plus", "topk_margin", "origin", "threshold", "factor", "frechet", "credit",
-    "prophet", "tspd", "learn2pd",
-]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -133,20 +106,6 @@ def run(config: DenoiseConfig) -> None:
             print(json.dumps({"prompt": number, **record}, ensure_ascii=False), flush=True)
 
 
-def build_policy(name: str, value: float | None = None, controller: str | None = None) -> policies.Policy:
-    """A policy by its name on the command line, with its one number and, if it is learned, where its weights are."""
-    if value is not None and name not in KNOB:
-        raise DflaxError(f"policy {name} has no number to tune; --value is for {', '.join(KNOB)}")
-    if (name in LEARNED) != (controller is not None):
-        raise DflaxError(
-            f"policy {name} needs --controller, a folder of trained weights"
-            if name in LEARNED
-            else f"policy {name} is not learned; --controller is for {', '.join(LEARNED)}"
-        )
-    knob = {} if value is None else {KNOB[name]: value}
-    return LEARNED[name].load(controller, **knob) if name in LEARNED else POLICIES[name](**knob)
-
-
 def _settings(config: DenoiseConfig) -> dict[str, Any]:
     names = ("gen_length", "block_length", "steps", "temperature", "top_k", "top_p", "cfg_scale", "seed")
     end = EndOfText(stop=config.stop, truncate=config.truncate) if config.stop or config.truncate else None
@@ -198,7 +157,7 @@ def _watch(model: Model, prompts: list[Any], settings: dict[str, Any], gen_lengt
             if console.is_terminal:
                 live.update(Text(shown(model, frame.answer)), refresh=True)
     answer = frame.answer
-    cut = next((i for i, token in enumerate(answer) if token is None or token in ends), len(answer))
+    cut = text_length(answer, {*ends, None})
     print(shown(model, answer[:cut]))
     console.print(f"{frame.nfe} forward passes, {cut} tokens", style="dim", highlight=False)
 

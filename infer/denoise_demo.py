@@ -15,6 +15,7 @@ from rich.text import Text
 from dflax import controllers, policies
 from dflax.infer.denoise_command import MASK, Frame, frames, shown
 from dflax.infer.diffuse import DenoiseOutput, denoise, end_tokens, stream_denoise
+from dflax.infer.endings import text_length
 from dflax.infer.report import table
 from dflax.model import Model, load
 from dflax.train import stories
@@ -115,7 +116,7 @@ def _said(frame: Frame, ends: set[int]) -> list[int | None]:
     """All that there is while anything is masked, then up to the end token."""
     if None in frame.answer:
         return frame.answer
-    return list(itertools.takewhile(lambda token: token not in ends, frame.answer))
+    return frame.answer[: text_length(frame.answer, ends)]
 
 
 def _panel(model: Model, name: str, frame: Frame, ends: set[int]) -> Panel:

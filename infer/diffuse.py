@@ -13,7 +13,7 @@ from dflax import text
 from dflax.errors import DflaxError
 from dflax.infer.canvas import Cache, CanvasState, columns
 from dflax.infer.denoise import Plan, Request, program
-from dflax.infer.endings import EndOfText
+from dflax.infer.endings import EndOfText, text_length
 from dflax.infer.extrapolation import ConfidenceExtrapolation
 from dflax.infer.fit import check_diffusion
 from dflax.infer.policies import Policy, Schedule
@@ -305,7 +305,7 @@ def _answers(session: Denoising, written: Written) -> tuple[list[list[int]], lis
 
 def _output(session: Denoising, written: Written) -> DenoiseOutput:
     tokens, steps = _answers(session, written)
-    said = [next((i for i, token in enumerate(answer) if token in session.ends), len(answer)) for answer in tokens]
+    said = [text_length(answer, session.ends) for answer in tokens]
     tokenizer = session.model.tokenizer
     full, short = written.passes.tolist()
     stats = DenoiseStats(

@@ -20,7 +20,7 @@ from tqdm import tqdm
 from dflax.errors import DflaxError
 from dflax.infer import diffusion_summary, report
 from dflax.infer.diffuse import DenoiseOutput, denoise, end_tokens
-from dflax.infer.endings import EndOfText
+from dflax.infer.endings import EndOfText, text_length
 from dflax.infer.fit import check_diffusion
 from dflax.infer.journal import Journal
 from dflax.infer.methods import PLAIN, Method, parse
@@ -251,7 +251,7 @@ def _answers(part: Sequence[Task], out: DenoiseOutput, ends: set[int]) -> dict[s
             for task, text in zip(part, texts, strict=True)
         ],
         "nfe": out.nfe[: len(part)],
-        "counted": [next((i for i, token in enumerate(answer) if token in ends), len(answer)) for answer in tokens],
+        "counted": [text_length(answer, ends) for answer in tokens],
         "tokens": tokens,
         "commit_steps": out.commit_steps[: len(part)],
     }

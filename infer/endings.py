@@ -1,5 +1,6 @@
 """Where an answer ends: what the denoising loop makes of end-of-text tokens."""
 
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,3 +81,8 @@ def stop_length(
     first_mask = jnp.min(jnp.where(masked, column, S), axis=1)
     first_end = jnp.min(jnp.where(is_end, column, S), axis=1)
     return jnp.where(first_end < first_mask, jnp.minimum(length, first_end + 1), length)
+
+
+def text_length(answer: Sequence[int | None], ends: Container[int | None]) -> int:
+    """How many tokens stand before the first end token."""
+    return next((i for i, token in enumerate(answer) if token in ends), len(answer))

@@ -24,9 +24,9 @@ import numpy as np
 
 from dflax import controllers
 from dflax.errors import DflaxError
-from dflax.infer.denoise_command import KNOB, LEARNED, POLICIES
 from dflax.infer.extrapolation import ConfidenceExtrapolation
 from dflax.infer.policies import Policy, Schedule
+from dflax.infer.policy_names import KNOB, LEARNED, POLICIES
 
 MAIN = {**KNOB, "schedule": "tokens", "prophet": "scale"}
 """The knob that values without a name are of."""

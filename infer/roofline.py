@@ -87,3 +87,11 @@ def drafter_training(
     head = float((drafter.draft_vocab_size or target.vocab_size) * target.hidden_size)
     flops = 2 * used * tokens + 6 * own * slots + (4 * fuse + 6 * context) * tokens + 4 * head * slots
     return Work(read * width + head * width + 3 * 4 * (own_read + fuse), flops)
+
+
+def diffusion_training(config: ModelConfig, rows: int, length: int, answer_columns: int) -> Work:
+    """A step that trains every parameter: 6 FLOPs a parameter and token, the head on `answer_columns` tokens a row. Attention is left
+    out. Bytes: parameters, gradients and two moments in float32, read and written once."""
+    read, used = layer_parameters(config, rows * length)
+    head = float(config.vocab_size * config.hidden_size)
+    return Work(2 * 4 * 4 * (read + 2 * head), 6 * used * rows * length + 6 * head * rows * answer_columns)

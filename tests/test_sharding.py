@@ -11,7 +11,7 @@ from dflax import sharding
 from dflax.errors import DflaxError
 
 TRAIN_ON_EIGHT = """
-import tempfile
+import contextlib, io, tempfile
 import jax, jax.numpy as jnp, numpy as np
 from dflax import sharding
 from dflax.train.trainer import TrainConfig, fit
@@ -34,6 +34,10 @@ def run(text, steps, out, mesh=None):
     return fit(params, loss_fn, Data(), config, frozen=frozen, mesh=mesh)
 
 one = run("", 6, tempfile.mkdtemp())
+with contextlib.redirect_stderr(io.StringIO()) as said:  # parts of four rows on eight devices
+    parts = TrainConfig(steps=2, schedule="constant", accumulation=4, mesh="data=2,fsdp=4", out=tempfile.mkdtemp())
+    fit(params, loss_fn, Data(), parts, frozen=frozen)
+assert said.getvalue().count("batch of size 4 is replicated: data*fsdp = 8 does not divide it") == 1, said.getvalue()
 folder = tempfile.mkdtemp()
 run("data=2,fsdp=4", 3, folder)
 many = run("data=2,fsdp=4", 6, folder)  # restored onto the mesh
@@ -88,6 +92,14 @@ def test_axes_that_do_not_divide_are_replicated_and_reported():
     assert sharding.fsdp_spec((5, 7), mesh)[1]
     with pytest.raises(DflaxError, match="unknown logical axis 'width'"):
         sharding.spec(("width",), (4,), mesh)
+
+
+def test_the_rows_of_a_batch_are_cut_or_that_they_are_not_is_said():
+    assert sharding.batch_spec((8, 3), mesh_of(data=2, fsdp=4)) == (PartitionSpec(("data", "fsdp"), None), [])
+    assert sharding.batch_spec((), mesh_of(data=2)) == (PartitionSpec(), [])
+    found, report = sharding.batch_spec((32, 3), mesh_of(fsdp=64))
+    assert found == PartitionSpec(None, None)
+    assert report == ["batch of size 32 is replicated: fsdp = 64 does not divide it"]
 
 
 def test_training_on_eight_devices_equals_one():

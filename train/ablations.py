@@ -16,7 +16,7 @@ from dflax.errors import DflaxError
 from dflax.infer import report
 from dflax.model import load
 from dflax.models import params
-from dflax.train import stories
+from dflax.train import finished, stories
 from dflax.train.recipe import DrafterRecipe, train_drafter
 from dflax.train.tiny import measure, write_responses
 
@@ -124,7 +124,7 @@ def run(config: AblationConfig) -> Path:
         write_responses(target, responses, config.responses, config.batch, seed=0)
     for name in config.only or RUNS:
         settings = _settings(config, name)
-        if _result(out, name, settings) is None:
+        if finished.read(out / f"{name}.json", settings) is None:
             report.write_json(out / f"{name}.json", {"settings": settings, **_one(config, name, target, responses)})
         write_table(config)
     write_table(config)
@@ -168,28 +168,10 @@ def _settings(config: AblationConfig, name: str) -> dict[str, Any]:
     return json.loads(json.dumps({**fields, **counts}))
 
 
-def _result(out: Path, name: str, settings: dict[str, Any] | None = None) -> dict[str, Any] | None:
-    """A finished run; DflaxError if it was made with other settings."""
-    path = out / f"{name}.json"
-    if not path.exists():
-        return None
-    try:
-        found = json.loads(path.read_text())
-        before = found["settings"]
-    except (ValueError, KeyError) as error:
-        raise DflaxError(f"{path} is no result of a run ({error}); delete it and run again") from None
-    if settings is not None and before != settings:
-        changed = sorted(key for key in {*before, *settings} if before.get(key) != settings.get(key))
-        raise DflaxError(
-            f"{path} was made with other settings ({', '.join(changed)}); set them back, or use another out"
-        )
-    return found
-
-
 def write_table(config: AblationConfig) -> None:
     """The Markdown page, from the results that are there."""
     out = Path(config.out)
-    results = {name: found for name in RUNS if (found := _result(out, name)) is not None}
+    results = {name: found for name in RUNS if (found := finished.read(out / f"{name}.json")) is not None}
     base = config.drafter
     train = base.train
     lines = [

@@ -1,11 +1,12 @@
 """A training step compiled ahead of time, from a recipe alone."""
 
+import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from dflax import abstract
 from dflax.config import DrafterConfig, ModelConfig
@@ -13,11 +14,13 @@ from dflax.errors import DflaxError
 from dflax.infer.speculative import merger
 from dflax.model import Model, build
 from dflax.models import params
-from dflax.sharding import batch_sharding
+from dflax.sharding import batch_spec
+from dflax.train.diffusion_recipe import DiffusionRecipe, model_config
+from dflax.train.diffusion_recipe import make_loss as make_diffusion_loss
 from dflax.train.drafter import Frozen, make_loss
 from dflax.train.features import online
 from dflax.train.recipe import DrafterRecipe, drafter_config
-from dflax.train.trainer import jitted_step
+from dflax.train.step import train_step
 
 TOTAL = 1000  # steps of the schedule, which is part of the program but not of its shape
 
@@ -38,7 +41,7 @@ def drafter_step(recipe: DrafterRecipe, mesh: Mesh) -> jax.stages.Compiled:
     soft = recipe.soft_labels if recipe.objective.labels == "soft" else 0
     prepare = online(merger(target), config.target_layer_ids, soft, ids)
     loss = make_loss(lambda leaves: params.fill(graph, leaves), config.block_size, recipe.objective, prepare)
-    step, state = jitted_step(params.flatten(graph), loss, recipe.train, TOTAL, mesh)
+    step = train_step(params.flatten(graph), loss, recipe.train, TOTAL, mesh)
     weights = abstract.parameters(target, mesh, recipe.dtype)
     embed = weights["embed_tokens.weight"]
     head = embed if target.tie_word_embeddings else weights["lm_head.weight"]
@@ -50,8 +53,34 @@ def drafter_step(recipe: DrafterRecipe, mesh: Mesh) -> jax.stages.Compiled:
         name: _rows(recipe.rows_per_step, recipe.length, dtype, mesh)
         for name, dtype in {"tokens": jnp.int32, "loss_mask": jnp.bool_, "ctx_start": jnp.int32}.items()
     }
-    return step.lower(state, batch, (abstract.leaves(target, mesh, recipe.dtype), shared)).compile()
+    return step.run.lower(step.state, batch, (abstract.leaves(target, mesh, recipe.dtype), shared)).compile()
+
+
+def diffusion_step(recipe: DiffusionRecipe, mesh: Mesh) -> jax.stages.Compiled:
+    """The step of `dflax train diffusion`."""
+    config = diffusion_config(recipe)
+    graph = params.abstract(lambda rngs: build(config, rngs))
+    step = train_step(params.flatten(graph), make_diffusion_loss(recipe, graph), recipe.train, TOTAL, mesh)
+    rows = recipe.rows_per_step
+    by_row = NamedSharding(mesh, batch_spec((rows,), mesh)[0])
+    batch = {"tokens": _rows(rows, recipe.length, jnp.int32, mesh)}
+    batch |= {name: jax.ShapeDtypeStruct((rows,), jnp.int32, sharding=by_row) for name in ("prompt_len", "length")}
+    if recipe.objective.next_token_share:
+        batch["next_token"] = jax.ShapeDtypeStruct((rows,), jnp.bool_, sharding=by_row)
+    return step.run.lower(step.state, batch, None).compile()
+
+
+def diffusion_config(recipe: DiffusionRecipe) -> ModelConfig:
+    """The model that is trained: a published one, or a new one of the recipe's shape."""
+    if not recipe.model:
+        return model_config(recipe)
+    config = abstract.config_of(recipe.model)
+    if isinstance(config, DrafterConfig) or not config.bidirectional:
+        raise DflaxError(f"{recipe.model} is no diffusion language model")
+    return config if recipe.mask_token_id < 0 else dataclasses.replace(config, mask_token_id=recipe.mask_token_id)
 
 
 def _rows(rows: int, length: int, dtype: Any, mesh: Mesh) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((rows, length), dtype, sharding=batch_sharding((rows, length), mesh))
+    return jax.ShapeDtypeStruct(
+        (rows, length), dtype, sharding=NamedSharding(mesh, batch_spec((rows, length), mesh)[0])
+    )

@@ -30,7 +30,7 @@ from dflax.infer.policies import Credit, Policy, Threshold
 from dflax.infer.tasks import Task, load_file, load_stories, with_room
 from dflax.model import Model
 from dflax.models.controller import Controller
-from dflax.train import controller_recipe
+from dflax.train import controller_recipe, finished
 from dflax.train.controller_recipe import ControllerRecipe
 from dflax.train.controller_variants import COVERAGES, HORIZONS, RUNS, TABLES, VARIANTS, changed, network_size
 from dflax.train.traces import Traces
@@ -186,7 +186,7 @@ def _learn(
     folder = Path(config.out) / name
     wanted = changed(config.controller, name, str(folder))
     settings = _settings(wanted, VARIANTS[name].share, ce)
-    if _result(folder, settings) is not None:
+    if finished.read(folder / "result.json", settings) is not None:
         return controllers.load(str(folder), "tspd_controller")
     count = max(controller_recipe.VALIDATION, round(VARIANTS[name].share * len(prompts)))
     part = {kind: recorded.pick(np.arange(count)) for kind, recorded in traces.items()}
@@ -212,24 +212,6 @@ def _settings(wanted: ControllerRecipe, share: float, ce: ConfidenceExtrapolatio
     return json.loads(json.dumps({**fields, "share": share, "constants": asdict(ce)}))
 
 
-def _result(folder: Path, settings: dict[str, Any] | None = None) -> dict[str, Any] | None:
-    """A finished training; DflaxError if it was made with other settings."""
-    path = folder / "result.json"
-    if not path.exists():
-        return None
-    try:
-        found = json.loads(path.read_text())
-        before = found["settings"]
-    except (ValueError, KeyError) as error:
-        raise DflaxError(f"{path} is no result of a run ({error}); delete it and run again") from None
-    if settings is not None and before != settings:
-        differ = sorted(key for key in {*before, *settings} if before.get(key) != settings.get(key))
-        raise DflaxError(
-            f"{path} was made with other settings ({', '.join(differ)}); set them back, or use another out"
-        )
-    return found
-
-
 # --- tables ---
 
 
@@ -242,7 +224,7 @@ def publish(
     """Writes ablations.md, ablations.json and ablations.png from what is there."""
     out = Path(config.out)
     summary = diffusion_summary.summarise(calls, config.margin / 100, "base+ce")
-    runs = {name: found for name in VARIANTS if (found := _result(out / name)) is not None}
+    runs = {name: found for name in VARIANTS if (found := finished.read(out / name / "result.json")) is not None}
     report.write_text(out / "ablations.md", _page(config, summary, runs))
     data = {"config": asdict(config), "constants": asdict(ce), "fit": fitted, "runs": runs}
     report.write_json(out / "ablations.json", {**data, **diffusion_summary.plain_data(summary)})

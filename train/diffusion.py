@@ -6,7 +6,6 @@ its negative log likelihood per token. Pretraining: the region is the whole row.
 the prompt is never hidden. There is no attention mask but the row's end, and no input tells t.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -128,31 +127,41 @@ def hidden_cross_entropy(
     x, _ = model.canvas(jnp.where(hidden, model.config.mask_token_id, tokens), length)
     B, S = tokens.shape
     column = prompt_len[:, None] + jnp.arange(answer_columns)
-    at = jnp.minimum(column, S - 1)
-    label = jnp.take_along_axis(tokens, at, axis=1)
+    label, source = _answers(model, tokens, column)
+    rows = jnp.take_along_axis(x, source[..., None], axis=1)
+    ce, right = _score(model, rows, label, chunk)
+    put = lambda values: jnp.zeros((B, S), values.dtype).at[jnp.arange(B)[:, None], column].set(values, mode="drop")
+    return put(ce), put(right)
+
+
+def _answers(model: Decoder, tokens: Array, column: Array) -> tuple[Array, Array]:
+    """Of columns [B, A], which may lie past the end: their tokens, and the positions that predict these."""
+    at = jnp.minimum(column, tokens.shape[1] - 1)
     source = jnp.maximum(at - 1, 0) if model.config.shifted_logits else at
-    rows = jnp.take_along_axis(x, source[..., None], axis=1).reshape(-1, x.shape[-1])
+    return jnp.take_along_axis(tokens, at, axis=1), source
+
+
+def _score(
+    model: Decoder, rows: Float[Array, "B A E"], label: Int[Array, "B A"], chunk: int
+) -> tuple[Float[Array, "B A"], Bool[Array, "B A"]]:
+    """Cross entropy of every label, and whether it is the argmax.
+
+    A chunk of rows at a time and computed again for the gradient, so that all logits never exist together.
+    """
 
     def of_rows(rows: Array, label: Array) -> tuple[Array, Array]:
         logits = model.predict(rows)
         return optax.softmax_cross_entropy_with_integer_labels(logits, label), logits.argmax(-1) == label
 
-    ce, right = _in_chunks(of_rows, chunk, rows, label.reshape(-1))
-    put = lambda values: (
-        jnp.zeros((B, S), values.dtype).at[jnp.arange(B)[:, None], column].set(values.reshape(B, -1), mode="drop")
-    )
-    return put(ce), put(right)
-
-
-def _in_chunks(function: Callable[..., Any], chunk: int, rows: Array, label: Array) -> Any:
-    """function(rows, label), a chunk at a time and computed again for the gradient, so that all logits never exist together."""
-    count = rows.shape[0]
+    shape, count = label.shape, label.size
+    rows, label = rows.reshape(count, -1), label.reshape(-1)
     if count <= chunk:
-        return function(rows, label)
-    pad = -count % chunk
-    cut = lambda x: jnp.pad(x, ((0, pad), *((0, 0),) * (x.ndim - 1))).reshape(-1, chunk, *x.shape[1:])
-    out = jax.lax.map(lambda part: jax.checkpoint(function)(*part), (cut(rows), cut(label)))
-    return jax.tree.map(lambda x: x.reshape(-1)[:count], out)
+        found = of_rows(rows, label)
+    else:
+        cut = lambda x: jnp.pad(x, ((0, -count % chunk), *((0, 0),) * (x.ndim - 1))).reshape(-1, chunk, *x.shape[1:])
+        found = jax.lax.map(lambda part: jax.checkpoint(of_rows)(*part), (cut(rows), cut(label)))
+    ce, right = (x.reshape(-1)[:count].reshape(shape) for x in found)
+    return ce, right
 
 
 def weigh(ce: Float[Array, "B S"], noised: Noised, config: DiffusionObjective) -> Float[Array, ""]:
@@ -201,24 +210,19 @@ def next_token_cross_entropy(
     assert model.config.mask_token_id is not None
     B, S = tokens.shape
     column = prompt_len[:, None] + jnp.arange(answer_columns)
-    live, at = column < length[:, None], jnp.minimum(column, S - 1)
-    label = jnp.take_along_axis(tokens, at, axis=1)
+    live = column < length[:, None]
+    label, source = _answers(model, tokens, column)
     clean = jnp.broadcast_to(jnp.arange(S), (B, S))
-    # A model with shifted logits predicts a token from the position before it.
-    position = jnp.concatenate([clean, at - 1 if model.config.shifted_logits else at], axis=1)
+    position = jnp.concatenate([clean, source], axis=1)
     key = jnp.arange(S)
     by_clean = (key <= clean[..., None]) | (key < prompt_len[:, None, None])
-    seen = jnp.concatenate([by_clean, key < at[..., None]], axis=1) & (key < length[:, None, None])
+    seen = jnp.concatenate([by_clean, key < column[..., None]], axis=1) & (key < length[:, None, None])
     itself = jnp.broadcast_to(jnp.eye(S + answer_columns, dtype=bool)[:, S:], (B, S + answer_columns, answer_columns))
     masks = jnp.full((B, answer_columns), model.config.mask_token_id, tokens.dtype)
     x = model.among(jnp.concatenate([tokens, masks], axis=1), position, jnp.concatenate([seen, itself], axis=2))
 
-    def of_rows(rows: Array, label: Array) -> tuple[Array, Array]:
-        logits = model.predict(rows)
-        return optax.softmax_cross_entropy_with_integer_labels(logits, label), logits.argmax(-1) == label
-
-    ce, right = _in_chunks(of_rows, chunk, x[:, S:].reshape(-1, x.shape[-1]), label.reshape(-1))
-    return jnp.where(live, ce.reshape(live.shape), 0.0), right.reshape(live.shape) & live
+    ce, right = _score(model, x[:, S:], label, chunk)
+    return jnp.where(live, ce, 0.0), right & live
 
 
 def next_token_loss(

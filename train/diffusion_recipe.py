@@ -111,25 +111,10 @@ def train_diffusion(recipe: DiffusionRecipe) -> Path:
     model = _start(recipe, mesh)
     batches, held_out = _data(recipe, model)
     first = round(recipe.train.total_steps(batches.steps_per_epoch) * recipe.objective.next_token_share)
-    if first:
+    if recipe.objective.next_token_share:
         batches = FirstSteps(batches, first)
     graph, answer_columns = model.module, recipe.answer_columns
-
-    def ready(leaves: Any) -> Any:
-        return params.fill(graph, jax.tree.map(lambda leaf: leaf.astype(recipe.compute), leaves))
-
-    def loss(leaves: Any, batch: Any, key: Any) -> Any:
-        options = {"answer_columns": answer_columns, "config": recipe.objective}
-        if not first:
-            return diffusion_loss(ready(leaves), key, **batch, **options)
-        rows = {name: array for name, array in batch.items() if name != "next_token"}
-        return jax.lax.cond(
-            jnp.all(batch["next_token"]),
-            lambda leaves: next_token_loss(ready(leaves), **rows, **options),
-            lambda leaves: diffusion_loss(ready(leaves), key, **rows, **options),
-            leaves,
-        )
-
+    ready = lambda leaves: _computing(recipe, graph, leaves)
     bound = jax.jit(
         lambda leaves, batch: likelihood_bound(
             ready(leaves), jax.random.key(0), **batch, answer_columns=answer_columns, samples=recipe.bound_samples,
@@ -145,13 +130,36 @@ def train_diffusion(recipe: DiffusionRecipe) -> Path:
         return found
 
     trained = trainer.fit(
-        params.flatten(graph), loss, batches, recipe.train, evaluate=evaluate if len(held_out["tokens"]) else None,
-        mesh=mesh, identity=identity(recipe, model.config),
+        params.flatten(graph), make_loss(recipe, graph), batches, recipe.train,
+        evaluate=evaluate if len(held_out["tokens"]) else None, mesh=mesh, identity=identity(recipe, model.config, first),
     )  # fmt: skip
     folder = Path(recipe.train.out) / "model"
     if jax.process_index() == 0:
         dataclasses.replace(model, module=params.fill(graph, trained)).save(folder)
     return folder
+
+
+def make_loss(recipe: DiffusionRecipe, graph: Any) -> Any:
+    """The loss for `trainer.fit`: (leaves, batch, key) -> (loss, metrics). graph: the module, or its shapes."""
+    options = {"answer_columns": recipe.answer_columns, "config": recipe.objective}
+
+    def loss(leaves: Any, batch: Any, key: Any) -> Any:
+        if not recipe.objective.next_token_share:
+            return diffusion_loss(_computing(recipe, graph, leaves), key, **batch, **options)
+        rows = {name: array for name, array in batch.items() if name != "next_token"}
+        return jax.lax.cond(
+            jnp.all(batch["next_token"]),
+            lambda leaves: next_token_loss(_computing(recipe, graph, leaves), **rows, **options),
+            lambda leaves: diffusion_loss(_computing(recipe, graph, leaves), key, **rows, **options),
+            leaves,
+        )
+
+    return loss
+
+
+def _computing(recipe: DiffusionRecipe, graph: Any, leaves: Any) -> Any:
+    """The module with the master weights in the dtype of the passes."""
+    return params.fill(graph, jax.tree.map(lambda leaf: leaf.astype(recipe.compute), leaves))
 
 
 def exact_match(
@@ -262,8 +270,8 @@ def _first(rows: Batch, count: int) -> Batch:
     return {name: array[:count] for name, array in rows.items()}
 
 
-def identity(recipe: DiffusionRecipe, config: ModelConfig) -> dict[str, Any]:
+def identity(recipe: DiffusionRecipe, config: ModelConfig, next_token_steps: int) -> dict[str, Any]:
     """What fixes the result besides the trainer's own settings."""
     free = {"train", "eval_problems", "bound_rows", "bound_samples"}
     fields = {k: v for k, v in dataclasses.asdict(recipe).items() if k not in free}
-    return {**fields, "config": dataclasses.asdict(config)}
+    return {**fields, "config": dataclasses.asdict(config), "next_token_steps": next_token_steps}

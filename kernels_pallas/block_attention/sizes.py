@@ -16,8 +16,8 @@ Pads: TPU tokens of a tile to 8 (a sublane tile), GPU rows, keys and head_dim to
 cache is never padded: the kernels mask its end. (On TPU a program whose cache has heads narrower than 128 turns it once when it is called
 and once when it returns: XLA's layout of such arguments has the columns last.)
 
-Chosen from what compiles for v5e, v5p, v6e and H100 and from the chips' published ratios of operations to bytes; tune here once there is
-a chip.
+Chosen from what compiles for v5e, v5p, v6e and H100 and from the chips' published ratios of operations to bytes; shared memory and
+registers are those that ptxas gave a forerunner of these kernels with the same tiles. Nothing here was timed: tune it on a chip.
 """
 
 from dataclasses import dataclass

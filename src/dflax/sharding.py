@@ -142,12 +142,9 @@ def tree_shardings(tree: Any, mesh: Mesh, axes: Any = None) -> tuple[Any, list[s
     return jax.tree_util.tree_map_with_path(place, tree), report
 
 
-def batch_sharding(shape: Sequence[int], mesh: Mesh) -> NamedSharding:
-    """First dimension over (data, fsdp), replicated if that does not divide it."""
-    if not shape:
-        return NamedSharding(mesh, PartitionSpec())
-    found, _ = spec(("batch", *(None,) * (len(shape) - 1)), shape, mesh)
-    return NamedSharding(mesh, found)
+def batch_spec(shape: Sequence[int], mesh: Mesh | AbstractMesh) -> tuple[PartitionSpec, list[str]]:
+    """First dimension over (data, fsdp); replicated, which is reported, if that does not divide it."""
+    return spec(("batch", *(None,) * (len(shape) - 1)), shape, mesh) if shape else (PartitionSpec(), [])
 
 
 def loop_sharding(leaf: Any, mesh: Mesh, batch: int) -> NamedSharding:

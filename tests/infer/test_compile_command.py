@@ -84,6 +84,20 @@ def test_a_denoising_loop(here, monkeypatch, tmp_path, capsys):
     assert "DOES NOT FIT" not in capsys.readouterr().out
 
 
+def test_the_training_step_of_a_diffusion_model(here, monkeypatch, tmp_path):
+    config = target_config("llada", bidirectional=True, mask_token_id=6, head_dim=4)
+    random_model(config, 0).save(tmp_path / "model")
+    values = {
+        "model": str(tmp_path / "model"), "length": 32, "gen_length": 0, "rows_per_step": 2, "train": {"steps": 2},
+        "objective": {"next_token_share": 0.5},
+    }  # fmt: skip
+    monkeypatch.setattr(configs, "load", lambda name: values)
+    report = C.run(C.CompileConfig("tiny", "h100", what="train"))
+    masters = sum(4 * leaf.size for leaf in _arrays(config))
+    assert report.alias_bytes >= 3 * masters  # masters and two moments are donated
+    assert report.settings["rows"] == 2
+
+
 def test_abstract_leaves_are_those_of_the_model(tmp_path):
     model = random_model(target_config("qwen3"), 0)
     leaves = abstract.leaves(model.config, make_mesh(""), "float32")
@@ -116,6 +130,15 @@ def test_least_work_by_hand():
     assert roofline.Work(5e3, 2e6).seconds(chip, 2, 20.0) == 5e3 / 1e3 / 2
     assert roofline.Work(5e3, 2e6).seconds(chip, 2, 40.0) == 4.0
     assert roofline.Work(1e3, 9e6).seconds(chip, 1) == 9.0
+
+
+def test_least_work_of_diffusion_training_by_hand():
+    config = dataclasses.replace(target_config("qwen3"), vocab_size=11)
+    layers = roofline.layer_parameters(config)[0]
+    head = 11 * config.hidden_size
+    work = roofline.diffusion_training(config, rows=3, length=20, answer_columns=8)
+    assert work.flops == 6 * layers * 60 + 6 * head * 24
+    assert work.bytes == 32 * (layers + 2 * head)
 
 
 def test_experts_are_read_as_often_as_tokens_meet_them():

@@ -7,7 +7,7 @@ import pytest
 from dflax import policies
 from dflax.cli import main
 from dflax.errors import DflaxError
-from dflax.infer.denoise_command import build_policy
+from dflax.infer.policy_names import build_policy
 from tests.golden import load_case
 
 CASE = load_case("llada")

@@ -84,5 +84,7 @@ def test_what_cannot_be_shown(monkeypatch, tmp_path, capsys):
     monkeypatch.setitem(model.BUILT_IN, denoise_demo.MODEL, lambda: tmp_path / "arith-llada")
     assert cli.main(["demo", "--diffusion"]) == 2
     assert "'arith-llada' is not in this installation" in capsys.readouterr().err
+    assert cli.main(["demo", "--diffusion", "--pair", "tiny"]) == 2
+    assert "pair is 'tiny', which means nothing to --diffusion" in capsys.readouterr().err
     assert cli.main(["demo", "--repeats", "0"]) == 2
     assert "repeats is 0; it must be at least 1" in capsys.readouterr().err

@@ -253,9 +253,6 @@ class Letters:
     def decode(self, token_ids, **options):
         return "".join(chr(ord("a") + t) for t in token_ids)
 
-    def apply_chat_template(self, conversation, **options):
-        raise NotImplementedError
-
 
 @pytest.mark.parametrize("per_call", [1, 3])
 def test_stream(models, per_call):

@@ -182,6 +182,13 @@ def test_a_mask_sees_what_a_canvas_that_ends_with_it_shows(model, tokens):
         np.testing.assert_array_equal(right[live, step], (logits.argmax(1) == label)[live])
 
 
+def test_a_shifted_model_asked_for_the_first_token_of_an_empty_prompt_stays_inside_the_row(tokens):
+    shifted = tiny(shifted_logits=True)
+    column = jnp.zeros((B, 1), jnp.int32)
+    assert D._answers(shifted, tokens, column)[1].tolist() == [[0]] * B
+    assert np.isfinite(next_token(shifted, tokens)[0]).all()
+
+
 def test_the_next_token_loss_of_a_row_is_its_mean_and_chunks_change_nothing(model, tokens):
     ce, right = next_token(model, tokens)
     np.testing.assert_allclose(next_token(model, tokens, chunk=5)[0], ce, atol=1e-5)

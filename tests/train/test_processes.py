@@ -1,6 +1,7 @@
 """Two real processes that train together: the same curve as one, and unbroken where one of them is killed."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -71,6 +72,23 @@ def test_one_of_two_is_killed_and_the_curve_is_unbroken(tmp_path):
         got = np.load(together / f"trained-{index}.npz")
         for name in want:
             np.testing.assert_allclose(got[name], want[name], rtol=1e-5, atol=1e-6)
+
+
+def test_both_stop_at_one_step_when_one_of_them_is_told_to(tmp_path):
+    running = pair(tmp_path, 0.4)
+    waited = time.monotonic() + 240
+    while not (tmp_path / "checkpoints" / "2" / "commit_success.txt").exists():
+        assert time.monotonic() < waited, [process.poll() for process in running]
+        time.sleep(0.05)
+    running[1].send_signal(signal.SIGTERM)
+    said = [process.communicate(timeout=240)[0] for process in running]
+    steps = [re.findall(r"stopped by SIGTERM at step (\d+) of", text) for text in said]
+    assert steps[0] == steps[1], said
+    assert len(steps[0]) == 1, said
+    assert 2 < int(steps[0][0]) < STEPS
+    assert (tmp_path / "checkpoints" / steps[0][0] / "commit_success.txt").exists()
+    end(*pair(tmp_path, 0.0))
+    assert len(curve(tmp_path)) == STEPS
 
 
 @pytest.mark.parametrize("text", ["here", "host,2,0", "host:1,2,2", "host:1,2", "host:1,2,-1"])

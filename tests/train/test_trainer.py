@@ -12,7 +12,8 @@ import pytest
 
 from dflax.errors import DflaxError
 from dflax.train import metrics
-from dflax.train.trainer import Stopped, TrainConfig, fit, learning_rate_schedule
+from dflax.train.step import TrainConfig, learning_rate_schedule
+from dflax.train.trainer import Stopped, fit
 
 WEIGHTS = np.asarray([[1.0, -2.0], [0.5, 3.0], [2.0, 0.25]], np.float32)
 
@@ -262,11 +263,22 @@ def test_signal_writes_a_checkpoint_and_leaves(tmp_path, number):
         ({"steps": 5, "epochs": 1}, "exactly one"),
         ({"log_every": 0}, "log_every"),
         ({"warmup_fraction": 1.5}, "warmup_fraction"),
+        ({"distributed": "auto"}, "mesh is empty"),
     ],
 )
 def test_impossible_config(tmp_path, changes, message):
     with pytest.raises(DflaxError, match=message):
         config(tmp_path, **changes)
+
+
+def test_what_cannot_be_done_with_this_run_is_told_before_it_begins(tmp_path):
+    with pytest.raises(DflaxError, match="this command trains in one process"):
+        fit(start(), loss_fn, Regression(), config(tmp_path, distributed="auto", mesh="data=1"))
+    with pytest.raises(DflaxError, match="best is 'score', but nothing is held out"):
+        fit(start(), loss_fn, Regression(), config(tmp_path, best="score"))
+    with pytest.raises(DflaxError, match="16 rows cannot be cut into 3 equal parts"):
+        fit(start(), loss_fn, Regression(), config(tmp_path, accumulation=3))
+    assert not list(tmp_path.glob("checkpoints/*"))
 
 
 def test_schedule_warms_up_and_decays(tmp_path):
