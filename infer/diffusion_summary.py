@@ -20,7 +20,7 @@ from dflax.infer.frontier import NOTHING, Curve, Equal, Interval, compare, paire
 from dflax.infer.methods import PLAIN
 
 HEADERS = (
-    "method", "cache", "n", "accuracy %", "- plain [95 %]", "passes", "fewer", "tokens/pass", "tok/s", "speed-up", "median",
+    "method", "cache", "n", "accuracy %", "- plain [95 %]", "passes", "fewer", "tokens/pass", "ms/pass", "tok/s", "speed-up", "median",
 )  # fmt: skip
 EQUAL_HEADERS = ("policy", "cache", "values", "passes [95 %]", "x reference [95 %]", "read off")
 
@@ -47,8 +47,8 @@ class Measured:
     passes: Float[Any, "n"]
     tokens: Float[Any, "n"]
     commit_steps: list[list[int]]
-    calls: dict[tuple[int, int], tuple[float, float]]
-    """(session, batch) -> tokens and seconds of the call."""
+    calls: dict[tuple[int, int], tuple[float, float, float]]
+    """(session, batch) -> tokens, seconds, and passes of the call, which go on until its last problem is answered."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,8 @@ class Row:
     fewer_passes: float
     """Passes of plain decoding without cache, on the same problems, over these."""
     tokens_per_pass: float
+    seconds_per_pass: float
+    """Of a whole batch: what a step of the loop takes with all that the policy does."""
     tokens_per_second: float
     speedup: float
     """tokens/s over those of plain decoding without cache in the calls that one process made on the same problems."""
@@ -156,7 +158,7 @@ def cells(row: Row) -> list[Any]:
     """A row of the table of `HEADERS`."""
     return [
         row.method, row.cache, row.problems, with_error(row.accuracy, row.accuracy_error), points(row.difference), row.passes,
-        row.fewer_passes, row.tokens_per_pass, row.tokens_per_second, row.speedup, row.speedup_median,
+        row.fewer_passes, row.tokens_per_pass, 1e3 * row.seconds_per_pass, row.tokens_per_second, row.speedup, row.speedup_median,
     ]  # fmt: skip
 
 
@@ -228,7 +230,14 @@ def _measured(calls: Sequence[Mapping[str, Any]]) -> Measured:
         passes=number(together("nfe")),
         tokens=number(together("counted")),
         commit_steps=together("commit_steps"),
-        calls={key: (float(sum(once[key[1]]["counted"])), statistics.median(each)) for key, each in times.items()},
+        calls={
+            (session, batch): (
+                float(sum(once[batch]["counted"])),
+                statistics.median(each),
+                float(max(once[batch]["nfe"])),
+            )
+            for (session, batch), each in times.items()
+        },
     )
 
 
@@ -242,7 +251,7 @@ def _row(setting: Setting, method: str, cache: str, one: Measured, plain: Measur
         difference = paired(one.correct[mine][known], plain.correct[other][known])
     # The call's latest session: a batch that was measured in several counts once.
     latest = {batch: one.calls[session, batch] for session, batch in sorted(one.calls)}
-    tokens, seconds = np.sum(list(latest.values()), axis=0)
+    tokens, seconds, passes = np.sum(list(latest.values()), axis=0)
     speedup, median = _speedup(one, plain) if plain is not None else (math.nan, math.nan)
     return Row(
         model=setting.model,
@@ -259,6 +268,7 @@ def _row(setting: Setting, method: str, cache: str, one: Measured, plain: Measur
         passes_error=standard_error(one.passes),
         fewer_passes=fewer,
         tokens_per_pass=float(one.tokens.sum() / one.passes.sum()),
+        seconds_per_pass=float(seconds / passes),
         tokens_per_second=float(tokens / seconds),
         speedup=speedup,
         speedup_median=median,
@@ -277,7 +287,7 @@ def _speedup(one: Measured, plain: Measured) -> tuple[float, float]:
     both = [key for key in one.calls if key in plain.calls and one.calls[key][0] and plain.calls[key][0]]
     if not both:
         return math.nan, math.nan
-    pace = lambda measured, keys: np.divide(*np.sum([measured.calls[key] for key in keys], axis=0))
+    pace = lambda measured, keys: np.divide(*np.sum([measured.calls[key][:2] for key in keys], axis=0))
     ratios = [pace(one, [key]) / pace(plain, [key]) for key in both]
     return float(pace(one, both) / pace(plain, both)), float(statistics.median(ratios))
 

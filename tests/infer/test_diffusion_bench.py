@@ -57,6 +57,9 @@ def test_figures_of_four_problems():
     assert fast.passes == 2.5
     assert fast.fewer_passes == pytest.approx(8 / 2.5)
     assert fast.tokens_per_pass == pytest.approx(14 / 10)
+    assert (plain.seconds_per_pass, fast.seconds_per_pass) == pytest.approx(
+        (12 / 16, 2 / 6)
+    )  # 4 and 2 passes in a second each
     assert fast.tokens_per_second == pytest.approx(14 / 2)
     assert fast.speedup == pytest.approx(7 / (16 / 12))
     assert fast.speedup_median == pytest.approx((8 / 1 / (8 / 4) + 6 / 1 / (8 / 8)) / 2)
