@@ -3,13 +3,14 @@
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
 from jaxtyping import Int32
 
-from dflax import text
+from dflax import processes, text
 from dflax.errors import DflaxError
 from dflax.infer.canvas import Cache, CanvasState, columns
 from dflax.infer.denoise import Plan, Request, program
@@ -95,16 +96,17 @@ class Denoising:
         self, model: Model, prompts: Sequence[Sequence[int]], plan: Plan, request: Request, ends: Sequence[int] = ()
     ):
         self.model, self.plan, self.ends = model, plan, ends
+        self._put = partial(processes.everywhere, mesh=model.mesh)
         self.lengths = np.array([len(prompt) for prompt in prompts], np.int32)
         tokens = np.zeros((len(prompts), columns(int(self.lengths.max()) + plan.gen_length)), np.int32)
         for row, prompt in zip(tokens, prompts, strict=True):
             row[: len(prompt)] = prompt
         self._program = program(model.config)
         self._already_compiled = self._program.compiled()
-        self.request: Request = jax.device_put(request)
+        self.request: Request = self._put(request)
         self.seconds = 0.0
         self.state: CanvasState = self._program.start(
-            *jax.device_put((tokens, self.lengths)), self.request, plan=plan, dtype=model.dtype, mesh=model.mesh
+            *self._put((tokens, self.lengths)), self.request, plan=plan, dtype=model.dtype, mesh=model.mesh
         )
 
     @property
@@ -116,13 +118,13 @@ class Denoising:
         """Up to `passes` passes; fewer if every row is done before."""
         begin = time.perf_counter()
         self.state = self._program.run(
-            self.model.leaves, self.state, self.request, jax.device_put(np.int32(passes)), plan=self.plan
+            self.model.leaves, self.state, self.request, self._put(np.int32(passes)), plan=self.plan
         )
         jax.block_until_ready(self.state.done)
         self.seconds += time.perf_counter() - begin
         s = self.state
         nfe = s.nfe + s.empty
-        return Written(*jax.device_get((s.tokens, s.commit_step, s.length, nfe, s.done, s.passes)))
+        return Written(*processes.fetch((s.tokens, s.commit_step, s.length, nfe, s.done, s.passes)))
 
 
 def denoise(

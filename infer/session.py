@@ -6,11 +6,13 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import numpy as np
 from jaxtyping import Int32
 
+from dflax import processes
 from dflax.errors import DflaxError
 from dflax.infer.sampling import SamplingParams
 from dflax.infer.speculative import program
@@ -46,7 +48,8 @@ class Session:
         params: SamplingParams,
         sampled: bool = False,
     ):
-        self.target, self.drafter, self.params, self.sampled = target, drafter, params, sampled
+        self._put = partial(processes.everywhere, mesh=target.mesh)
+        self.target, self.drafter, self.params, self.sampled = target, drafter, self._put(params), sampled
         self.lengths = np.array([len(prompt) for prompt in prompts], np.int32)
         self.end = self.lengths + np.asarray(budgets, np.int32)
         self.history: list[tuple[int, np.ndarray, np.ndarray]] = []  # block size, each row's first and last round + 1
@@ -65,11 +68,11 @@ class Session:
             row[: len(prompt)] = prompt
         self.state: LoopState
         self.state, self._hidden = self._program.start(
-            *jax.device_put((tokens, self.end)), dtype=target.dtype, mesh=target.mesh
+            *self._put((tokens, self.end)), dtype=target.dtype, mesh=target.mesh
         )
         self._weights = (target.leaves, None if drafter is None else drafter.leaves, None)
         if drafter is not None and drafter.draft_ids is not None:
-            vocabulary = self._program.vocabulary(self._weights, jax.device_put(drafter.draft_ids))
+            vocabulary = self._program.vocabulary(self._weights, self._put(drafter.draft_ids))
             self._weights = (*self._weights[:2], vocabulary)
 
     @property
@@ -80,9 +83,9 @@ class Session:
     def prefill(self) -> None:
         """Reads the prompts and writes the first token of each response."""
         begin = time.perf_counter()
-        length, hidden = jax.device_put(self.lengths), self._hidden
+        length, hidden = self._put(self.lengths), self._hidden
         for start, size in chunks(int(self.lengths.max())):
-            start = jax.device_put(np.int32(start))
+            start = self._put(np.int32(start))
             self.state, hidden = self._program.prefill(self._weights, self.state, hidden, length, start, size=size)
         self.state = self._program.first(self._weights, self.state, hidden, self.params)
         jax.block_until_ready(self.state.done)
@@ -105,7 +108,7 @@ class Session:
     def progress(self) -> Progress:
         """Fetches what has been written."""
         s = self.state
-        return Progress(*jax.device_get((s.tokens, s.cursor, s.rounds, s.acceptance, s.done)))
+        return Progress(*processes.fetch((s.tokens, s.cursor, s.rounds, s.acceptance, s.done)))
 
     def drafter_bytes(self) -> int:
         """What the drafter adds: weights, cache, and its rows of the head where it has a vocabulary of its own."""
@@ -116,7 +119,7 @@ class Session:
             self._weights,
             self.state,
             self.params,
-            jax.device_put(np.int32(rounds)),
+            self._put(np.int32(rounds)),
             block_size=block_size,
             sampled=self.sampled,
         )

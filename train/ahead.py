@@ -14,12 +14,13 @@ from dflax.errors import DflaxError
 from dflax.infer.speculative import merger
 from dflax.model import Model, build
 from dflax.models import params
-from dflax.sharding import batch_spec
+from dflax.sharding import axes_of, batch_spec
 from dflax.train.diffusion_recipe import DiffusionRecipe, model_config
 from dflax.train.diffusion_recipe import make_loss as make_diffusion_loss
-from dflax.train.drafter import Frozen, make_loss
+from dflax.train.drafter import Frozen
 from dflax.train.features import online
-from dflax.train.recipe import DrafterRecipe, drafter_config
+from dflax.train.passes import prepared
+from dflax.train.recipe import DrafterRecipe, drafter_config, loss_of
 from dflax.train.step import train_step
 
 TOTAL = 1000  # steps of the schedule, which is part of the program but not of its shape
@@ -39,9 +40,10 @@ def drafter_step(recipe: DrafterRecipe, mesh: Mesh) -> jax.stages.Compiled:
     target, config, ids = configs_of(recipe)
     graph = params.abstract(lambda rngs: build(config, rngs))
     soft = recipe.soft_labels if recipe.objective.labels == "soft" else 0
-    prepare = online(merger(target), config.target_layer_ids, soft, ids)
-    loss = make_loss(lambda leaves: params.fill(graph, leaves), config.block_size, recipe.objective, prepare)
-    step = train_step(params.flatten(graph), loss, recipe.train, TOTAL, mesh)
+    merge = merger(target)
+    prepare = online(lambda leaves: prepared(merge(leaves)), config.target_layer_ids, soft, ids)
+    loss, shapes = loss_of(recipe, graph, config.block_size, prepare), params.flatten(graph)
+    step = train_step(shapes, loss, recipe.train, TOTAL, mesh, axes_of(shapes))
     weights = abstract.parameters(target, mesh, recipe.dtype)
     embed = weights["embed_tokens.weight"]
     head = embed if target.tie_word_embeddings else weights["lm_head.weight"]
@@ -60,7 +62,8 @@ def diffusion_step(recipe: DiffusionRecipe, mesh: Mesh) -> jax.stages.Compiled:
     """The step of `dflax train diffusion`."""
     config = diffusion_config(recipe)
     graph = params.abstract(lambda rngs: build(config, rngs))
-    step = train_step(params.flatten(graph), make_diffusion_loss(recipe, graph), recipe.train, TOTAL, mesh)
+    shapes = params.flatten(graph)
+    step = train_step(shapes, make_diffusion_loss(recipe, graph), recipe.train, TOTAL, mesh, axes_of(shapes))
     rows = recipe.rows_per_step
     by_row = NamedSharding(mesh, batch_spec((rows,), mesh)[0])
     batch = {"tokens": _rows(rows, recipe.length, jnp.int32, mesh)}

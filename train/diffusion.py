@@ -7,6 +7,7 @@ the prompt is never hidden. There is no attention mask but the row's end, and no
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -16,6 +17,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dflax.errors import DflaxError
 from dflax.models.decoder import Decoder
+from dflax.models.layers import matmul
+from dflax.models.vocabulary import Slices, in_chunks
 
 
 @dataclass(frozen=True)
@@ -146,7 +149,8 @@ def _score(
 ) -> tuple[Float[Array, "B A"], Bool[Array, "B A"]]:
     """Cross entropy of every label, and whether it is the argmax.
 
-    A chunk of rows at a time and computed again for the gradient, so that all logits never exist together.
+    A chunk of rows at a time and computed again for the gradient, so that all logits never exist together. On a mesh, a chunk of every
+    device's own rows, and the vocabulary is cut (`dflax.models.vocabulary`).
     """
 
     def of_rows(rows: Array, label: Array) -> tuple[Array, Array]:
@@ -155,7 +159,13 @@ def _score(
 
     shape, count = label.shape, label.size
     rows, label = rows.reshape(count, -1), label.reshape(-1)
-    if count <= chunk:
+    slices = Slices.of(model.head, count)
+    if slices.mesh is not None:
+        part = jax.checkpoint(partial(slices.cross_entropy, matmul))
+        one = jnp.ones((count, 1), jnp.float32)
+        ce, best = slices.run(partial(in_chunks, part, chunk), model.norm(rows), model.head, label[:, None], one)
+        found = ce, best == label
+    elif count <= chunk:
         found = of_rows(rows, label)
     else:
         cut = lambda x: jnp.pad(x, ((0, -count % chunk), *((0, 0),) * (x.ndim - 1))).reshape(-1, chunk, *x.shape[1:])

@@ -20,6 +20,7 @@ from dflax.train import data, stories, trainer
 from dflax.train.canvases import Batch, FirstSteps, StoryBatches, TextBatches, answer_rows, text_rows
 from dflax.train.diffusion import DiffusionObjective, diffusion_loss, likelihood_bound, next_token_loss
 from dflax.train.language import fresh
+from dflax.train.passes import prepared
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,9 @@ class DiffusionRecipe:
     mode: Literal["sft", "pretrain"] = "sft"
     """"sft": only the answer and the end tokens behind it are hidden. "pretrain": whole rows of text are."""
     compute: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of the passes; masters and optimizer stay float32."""
+    """Dtype of the passes; masters, optimizer and loss stay float32."""
+    remat: bool = False
+    """Keep only the input of every layer for the gradient and compute the rest again: far less memory, a third more time."""
 
     hidden_size: int = 128
     """This and what follows up to `max_positions`: the shape of a new model."""
@@ -122,16 +125,20 @@ def train_diffusion(recipe: DiffusionRecipe) -> Path:
         )
     )  # fmt: skip
 
+    place = (lambda batch: batch) if mesh is None else (lambda batch: sharding.place_batch(batch, mesh))
+
     def evaluate(leaves: Any, step: int) -> dict[str, float]:
-        found = {"bound": bound_of(lambda batch: bound(leaves, batch), held_out, recipe.rows_per_step)}
+        score = lambda batch: processes.fetch(bound(leaves, place(batch)))
+        found = {"bound": bound_of(score, held_out, recipe.rows_per_step)}
         if not recipe.data and recipe.eval_problems:
             trained = dataclasses.replace(model, module=params.fill(graph, leaves))
             found |= exact_match(trained, recipe.eval_problems, recipe.gen_length, recipe.objective.block_length)
         return found
 
+    weights = params.flatten(graph)
     trained = trainer.fit(
-        params.flatten(graph), make_loss(recipe, graph), batches, recipe.train,
-        evaluate=evaluate if len(held_out["tokens"]) else None, mesh=mesh, identity=identity(recipe, model.config, first),
+        weights, make_loss(recipe, graph), batches, recipe.train, evaluate=evaluate if len(held_out["tokens"]) else None,
+        mesh=mesh, axes=sharding.axes_of(weights), identity=identity(recipe, model.config, first),
     )  # fmt: skip
     folder = Path(recipe.train.out) / "model"
     if jax.process_index() == 0:
@@ -158,8 +165,8 @@ def make_loss(recipe: DiffusionRecipe, graph: Any) -> Any:
 
 
 def _computing(recipe: DiffusionRecipe, graph: Any, leaves: Any) -> Any:
-    """The module with the master weights in the dtype of the passes."""
-    return params.fill(graph, jax.tree.map(lambda leaf: leaf.astype(recipe.compute), leaves))
+    """The module as a step reads it."""
+    return prepared(params.fill(graph, leaves), recipe.compute, recipe.remat)
 
 
 def exact_match(
@@ -191,7 +198,7 @@ def bound_of(bound: Any, rows: Batch, batch_size: int) -> float:
     values = []
     for start in range(0, padded, batch_size):
         at = np.minimum(np.arange(start, start + batch_size), count - 1)
-        values.append(np.asarray(bound({name: jnp.asarray(array[at]) for name, array in rows.items()})))
+        values.append(np.asarray(bound({name: array[at] for name, array in rows.items()})))
     return float(np.concatenate(values)[:count].mean())
 
 
@@ -272,6 +279,6 @@ def _first(rows: Batch, count: int) -> Batch:
 
 def identity(recipe: DiffusionRecipe, config: ModelConfig, next_token_steps: int) -> dict[str, Any]:
     """What fixes the result besides the trainer's own settings."""
-    free = {"train", "eval_problems", "bound_rows", "bound_samples"}
+    free = {"train", "eval_problems", "bound_rows", "bound_samples", "remat"}
     fields = {k: v for k, v in dataclasses.asdict(recipe).items() if k not in free}
     return {**fields, "config": dataclasses.asdict(config), "next_token_steps": next_token_steps}

@@ -6,6 +6,7 @@ the prediction of slot k is scored against the token at position a + k. Position
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -15,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from dflax.cache import KVCache
 from dflax.errors import DflaxError
 from dflax.models.drafter import Drafter, greedy_block
+from dflax.models.vocabulary import Slices, in_chunks, lookup
 
 PUBLISHED_GAMMA = {16: 7.0, 10: 5.0, 8: 4.0}
 """Decay of the slot weights by block size (paper, A.1)."""
@@ -150,7 +152,7 @@ def block_hidden(
     fused = drafter.fuse(rows.features.astype(dtype))
     B, S, _ = fused.shape
     nothing = KVCache.empty(config, B, 0, dtype)
-    embedded = frozen.embed[rows.tokens].astype(dtype) if config.fused else fused
+    embedded = lookup(frozen.embed, rows.tokens).astype(dtype) if config.fused else fused
     k, v = drafter.context(embedded, fused, nothing, rows.ctx_start)
     context = KVCache(k.transpose(0, 1, 3, 2, 4), v.transpose(0, 1, 3, 2, 4), jnp.full((B,), S, jnp.int32))
     if config.autoregressive:
@@ -160,7 +162,7 @@ def block_hidden(
         ids = greedy_block(first, config.mask_token_id, block_size)
     last = _take(fused, jnp.maximum(anchors - 1, 0))
     start = _take(rows.ctx_start, anchors)
-    return drafter.predictions(drafter.block(frozen.embed[ids].astype(dtype), last, context, anchors, start))
+    return drafter.predictions(drafter.block(lookup(frozen.embed, ids).astype(dtype), last, context, anchors, start))
 
 
 def decay_weights(block_size: int, gamma: float) -> Float[Array, " k"]:
@@ -249,37 +251,25 @@ def frozen_head_loss(
     """Cross entropy of every row against sum_i shares_i * onehot(ids_i), and the argmax; [R, V] logits exist a chunk at a time.
 
     As the head is frozen, the gradient of a row's loss with respect to its hidden state is made in the forward pass, while the chunk's
-    logits are there: nothing is computed twice. `logits_of(hidden, head) -> float32 logits`.
+    logits are there: nothing is computed twice. On a mesh every device takes a chunk of its own rows at a time, and the vocabulary is cut
+    (`dflax.models.vocabulary`). `logits_of(hidden, head) -> float32 logits`.
     """
-    R = hidden.shape[0]
-    chunk = min(chunk, R)
-    pad = -R % chunk
+    cut = Slices.of(head, hidden.shape[0])
 
-    def cut(x):
-        return jnp.pad(x, ((0, pad), *((0, 0),) * (x.ndim - 1))).reshape(-1, chunk, *x.shape[1:])
-
-    def loss_of(h, head, ids, shares):
-        logits = logits_of(h, head)
-        chosen = jnp.take_along_axis(logits, ids, axis=-1)
-        return jax.nn.logsumexp(logits, axis=-1) * shares.sum(-1) - (chosen * shares).sum(-1), logits.argmax(-1).astype(
-            jnp.int32
-        )
-
-    def join(x):
-        return x.reshape(-1, *x.shape[2:])[:R]
+    loss_of = partial(cut.cross_entropy, logits_of)
 
     @jax.custom_vjp
     def whole(hidden, head, ids, shares):
-        ce, best = jax.lax.map(lambda part: loss_of(part[0], head, *part[1:]), (cut(hidden), cut(ids), cut(shares)))
-        return join(ce), join(best)
+        return cut.run(partial(in_chunks, loss_of, chunk), hidden, head, ids, shares)
 
     def forward(hidden, head, ids, shares):
-        def part(h, ids, shares):
+        def part(h, head, ids, shares):
             ce, pull, best = jax.vjp(lambda h: loss_of(h, head, ids, shares), h, has_aux=True)
-            return ce, best, pull(jnp.ones_like(ce))[0]
+            gradient = pull(jnp.ones_like(ce) / cut.copies)[0]
+            return ce, best, jax.lax.psum(gradient, cut.shared) if cut.shared else gradient
 
-        ce, best, gradient = jax.lax.map(lambda p: part(*p), (cut(hidden), cut(ids), cut(shares)))
-        return (join(ce), join(best)), join(gradient)
+        ce, best, gradient = cut.run(partial(in_chunks, part, chunk), hidden, head, ids, shares)
+        return (ce, best), gradient
 
     def backward(gradient, cotangents):
         return gradient * cotangents[0][:, None].astype(gradient.dtype), None, None, None

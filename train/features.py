@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,6 +21,8 @@ from tqdm import tqdm
 from dflax.errors import DflaxError
 from dflax.model import Model
 from dflax.models.decoder import Decoder
+from dflax.models.layers import matmul
+from dflax.models.vocabulary import Slices, in_chunks
 from dflax.train.data import Packed
 from dflax.train.drafter import Rows
 
@@ -51,17 +54,10 @@ def _most_likely(hidden: Float[Array, "B S E"], head: Float[Array, "V E"], k: in
     """The k best tokens AT each position (scored by the state before) and their float32 log-probabilities; position 0 repeats its own."""
     B, S, E = hidden.shape
     before = jnp.concatenate([hidden[:, :1], hidden[:, :-1]], axis=1).reshape(B * S, E)
-    chunk = min(HEAD_CHUNK, B * S)
-    parts = jnp.pad(before, ((0, -(B * S) % chunk), (0, 0))).reshape(-1, chunk, E)
-
-    def part(h):
-        logits = jax.lax.dot_general(h, head, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
-        best, ids = jax.lax.top_k(logits, k)
-        return ids.astype(jnp.int32), best - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-
-    ids, logprobs = jax.lax.map(part, parts)
-    cut = lambda x: x.reshape(-1, k)[: B * S].reshape(B, S, k)
-    return cut(ids), cut(logprobs)
+    cut = Slices.of(head, B * S)
+    part = lambda rows, head: cut.most_likely(matmul, rows, head, k)
+    ids, logprobs = cut.run(partial(in_chunks, part, HEAD_CHUNK), before, head)
+    return ids.reshape(B, S, k), logprobs.reshape(B, S, k)
 
 
 def online(

@@ -22,6 +22,7 @@ from dflax.models.features import default_taps
 from dflax.train import data, trainer
 from dflax.train.drafter import Frozen, Objective, make_loss
 from dflax.train.features import FeatureStore, cache_features, online
+from dflax.train.passes import prepared
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,11 @@ class DrafterRecipe:
     init_from: str = ""
     """Go on from the weights of this drafter instead of fresh ones; its shape wins over the fields below."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the frozen target. The drafter trains in float32."""
+    """Of the frozen target."""
+    compute: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of the drafter's passes; masters, optimizer and loss stay float32."""
+    remat: bool = False
+    """Keep only the input of every drafter layer for the gradient and compute the rest again: less memory, a third more drafter time."""
 
     block_size: int = 16
     """Tokens in a block, the anchor included."""
@@ -133,24 +138,32 @@ def train_drafter(recipe: DrafterRecipe) -> Path:
         assert packed is not None
         batches = data.batches(packed, recipe.rows_per_step, seed)
         shared = (target.leaves, frozen)
-        prepare = online(target.merge, taps, soft, draft_ids)
+        prepare = online(lambda leaves: prepared(target.merge(leaves)), taps, soft, draft_ids)
 
     graph = drafter.module
-    loss = make_loss(lambda leaves: params.fill(graph, leaves), config.block_size, recipe.objective, prepare)
+    loss = loss_of(recipe, graph, config.block_size, prepare)
 
     def evaluate(leaves: Any, step: int) -> dict[str, float]:
+        as_trained = jax.tree.map(lambda leaf: leaf.astype(recipe.compute), leaves)
         return speculate_held_out(
-            recipe, target, dataclasses.replace(drafter, module=params.fill(graph, leaves)), held_out
+            recipe, target, dataclasses.replace(drafter, module=params.fill(graph, as_trained)), held_out
         )
 
+    first = params.flatten(graph)
     trained = trainer.fit(
-        params.flatten(graph), loss, batches, recipe.train, evaluate=evaluate if held_out else None, frozen=shared,
-        mesh=mesh if recipe.train.mesh else None, identity=_identity(recipe, config),
+        first, loss, batches, recipe.train, evaluate=evaluate if held_out else None, frozen=shared,
+        mesh=mesh if recipe.train.mesh else None, axes=sharding.axes_of(first), identity=_identity(recipe, config),
     )  # fmt: skip
     folder = Path(recipe.train.out) / "model"
     if jax.process_index() == 0:
         dataclasses.replace(drafter, module=params.fill(graph, trained)).save(folder)
     return folder
+
+
+def loss_of(recipe: DrafterRecipe, graph: Any, block_size: int, prepare: Any) -> Any:
+    """The loss for `trainer.fit`. graph: the drafter's module, or its shapes."""
+    merge = lambda leaves: prepared(params.fill(graph, leaves), recipe.compute, recipe.remat)
+    return make_loss(merge, block_size, recipe.objective, prepare)
 
 
 def speculate_held_out(
@@ -239,6 +252,8 @@ def _draft_ids(recipe: DrafterRecipe, target: Model, packed: data.Packed | None)
 
 def _identity(recipe: DrafterRecipe, config: DrafterConfig) -> dict[str, Any]:
     """What fixes the result besides the trainer's own settings."""
-    free = {"train", "eval_prompts", "eval_tokens"}
+    free = {"train", "eval_prompts", "eval_tokens", "remat"}
     fields = {k: v for k, v in dataclasses.asdict(recipe).items() if k not in free}
+    if recipe.compute == "float32":
+        del fields["compute"]  # runs older than the field go on
     return {**fields, "drafter": dataclasses.asdict(config)}

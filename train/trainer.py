@@ -25,7 +25,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tqdm import tqdm
 
-from dflax import sharding
+from dflax import processes, sharding
 from dflax.checkpoint.orbax import TrainingCheckpoints
 from dflax.errors import DflaxError
 from dflax.train import metrics as metrics_module
@@ -74,7 +74,7 @@ def fit(
       loss_fn: `(params, batch, key) -> (scalar loss, dict of scalar metrics)`, jitted here; with `frozen` a fourth argument follows.
         A metric named "tokens" is counted (tokens/s), every other is averaged between two log lines.
       evaluate: `(params, step) -> dict of numbers`, written as "eval/NAME"; must not keep the arrays (they are donated afterwards).
-        A true "stop" among them ends the training there. Left out where several processes train.
+        A true "stop" among them ends the training there. Several processes call it together, and the first one's numbers count.
       frozen: arrays the loss needs and must not train (a target, an embedding): an argument, never a constant of the compiled step.
       mesh: instead of `config.mesh`.
       axes: logical axes by key path of a parameter (`sharding.tree_shardings`).
@@ -98,11 +98,7 @@ class _Run:
             raise DflaxError(
                 f"distributed is {config.distributed!r}, but this command trains in one process; leave it out"
             )
-        if evaluate is not None and jax.process_count() > 1:
-            # It decodes on the host's side, with arrays that a process of several has only a part of.
-            self.evaluate = None
-            self._say(f"several processes: nothing is evaluated{' and no best checkpoint kept' if config.best else ''}")
-        elif config.best and evaluate is None:
+        if config.best and evaluate is None:
             raise DflaxError(f"best is {config.best!r}, but nothing is held out to evaluate on")
         self.total = config.total_steps(batches.steps_per_epoch)
         if self.total < 1:
@@ -199,19 +195,14 @@ class _Run:
     def _place_batch(self, batch: PyTree) -> PyTree:
         """Numpy arrays onto the mesh; every process computes the whole batch and uploads only its own rows."""
         parts = self.config.accumulation
-
-        def put(array):
-            array = np.asarray(array)
+        for array in map(np.asarray, jax.tree.leaves(batch)):
             if array.ndim and array.shape[0] % parts:
                 raise DflaxError(
                     f"a batch of {array.shape[0]} rows cannot be cut into {parts} equal parts (accumulation)"
                 )
             part = (array.shape[0] // parts, *array.shape[1:]) if array.ndim else ()
             self._say_once(*sharding.batch_spec(part, self.mesh)[1])
-            place = NamedSharding(self.mesh, sharding.batch_spec(array.shape, self.mesh)[0])
-            return jax.make_array_from_callback(array.shape, place, lambda at: array[at])
-
-        return jax.tree.map(put, batch)
+        return sharding.place_batch(batch, self.mesh)
 
     def _trained(self) -> PyTree:
         """The parameters; with several processes whole in each, so that any can write them."""
@@ -261,7 +252,7 @@ class _Run:
     def _evaluate(self) -> bool:
         """Writes what `evaluate` finds; returns whether it says stop."""
         assert self.evaluate is not None
-        values = dict(self.evaluate(self.state.params, self.step))
+        values = processes.agreed(dict(self.evaluate(self.state.params, self.step)))
         enough = bool(values.pop("stop", False))
         best = self.config.best.removeprefix("-")
         if best and best not in values:

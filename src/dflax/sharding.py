@@ -24,6 +24,7 @@ LOGICAL_AXES: dict[str, tuple[str, ...]] = {
     "kv_heads": ("tensor",),
     "feed_forward": ("tensor",),
     "vocab": ("tensor",),
+    "vocab_slice": ("tensor", "fsdp"),
     "expert": ("tensor",),
     "layers": (),
     "length": (),
@@ -52,6 +53,11 @@ def parameter_axes(path: str, ndim: int) -> tuple[str | None, ...]:
     """Logical axes of the parameter at a dotted path."""
     axes = PARAMETER_AXES.get(".".join(path.split(".")[-2:]), (None,) * ndim)
     return axes if len(axes) == ndim else ("expert", *axes)
+
+
+def axes_of(parameters: Mapping[str, Any]) -> dict[str, tuple[str | None, ...]]:
+    """Logical axes of a module's parameters (arrays or shapes) by dotted path, for `tree_shardings`."""
+    return {path: parameter_axes(path, leaf.ndim) for path, leaf in parameters.items()}
 
 
 def parameter_sharding(mesh: Mesh, shapes: Mapping[str, Sequence[int]]) -> Callable[[str], NamedSharding]:
@@ -124,6 +130,17 @@ def fsdp_spec(shape: Sequence[int], mesh: Mesh | AbstractMesh) -> tuple[Partitio
     return PartitionSpec(*("fsdp" if i == largest else None for i in range(len(shape)))), []
 
 
+def gathered(weight: Any, path: str) -> Any:
+    """A parameter as a layer of a training step uses it: whole over `fsdp`, still cut over `tensor`. Tables of the vocabulary stay cut
+    (`dflax.models.vocabulary`)."""
+    axes = parameter_axes(path, weight.ndim)
+    mesh = mesh_of(weight)
+    if mesh is None or axes[0] == "vocab":
+        return weight
+    kept = spec([None if axis == "embed" else axis for axis in axes], weight.shape, mesh)[0]
+    return jax.lax.with_sharding_constraint(weight, NamedSharding(mesh, kept))
+
+
 def tree_shardings(tree: Any, mesh: Mesh, axes: Any = None) -> tuple[Any, list[str]]:
     """A NamedSharding for every leaf of `tree` (arrays or ShapeDtypeStructs) and the report of what is replicated.
 
@@ -147,6 +164,17 @@ def batch_spec(shape: Sequence[int], mesh: Mesh | AbstractMesh) -> tuple[Partiti
     return spec(("batch", *(None,) * (len(shape) - 1)), shape, mesh) if shape else (PartitionSpec(), [])
 
 
+def place_batch(batch: Any, mesh: Mesh) -> Any:
+    """Numpy arrays, the same in every process, over the mesh: rows are cut, each process uploads only its own."""
+
+    def put(array: Any) -> jax.Array:
+        host = np.asarray(array)
+        place = NamedSharding(mesh, batch_spec(host.shape, mesh)[0])
+        return jax.make_array_from_callback(host.shape, place, lambda at: host[at])
+
+    return jax.tree.map(put, batch)
+
+
 def loop_sharding(leaf: Any, mesh: Mesh, batch: int) -> NamedSharding:
     """Where an array of a decoding loop's state lies (or one of its shape): a cache over batch and key/value heads, what has a row per
     prompt over the batch, the rest everywhere."""
@@ -163,22 +191,28 @@ def place_loop_state(state: Any, mesh: Mesh, batch: int) -> Any:
     return jax.tree.map(lambda leaf: jax.lax.with_sharding_constraint(leaf, loop_sharding(leaf, mesh, batch)), state)
 
 
+def mesh_of(array: Any) -> AbstractMesh | None:
+    """The mesh that an array's type names while a program is traced; None without one of ours, on one device, or inside a shard_map."""
+    mesh = jax.typeof(array).sharding.mesh
+    ours = set(MESH_AXES) <= set(mesh.axis_names) and AxisType.Manual not in mesh.axis_types
+    return mesh if ours and mesh.size > 1 else None
+
+
 def each_device(
     function: Callable[..., Any], arguments: Sequence[Any], axes: Sequence[Any], results: Any, sizes: Mapping[str, int]
 ) -> Any:
     """function(*arguments), computed by every device for its own part, without a word to the others.
 
-    For what the compiler cannot cut (kernels) or would gather (updates at traced places). The mesh is the one that the type of the first
-    argument names while a program is traced; without one of ours, or on one device, the function runs as it is.
+    For what the compiler cannot cut (kernels) or would gather (updates at traced places). The mesh is that of the first argument's type
+    (`mesh_of`); without one the function runs as it is.
 
     Args:
       axes: for every argument the tuple of its dimensions' logical axes (None: whole), or a tree of such tuples.
       results: the same for what comes back.
       sizes: of every logical axis that is used. What the mesh does not divide is computed by all of its devices.
     """
-    mesh = jax.typeof(arguments[0]).sharding.mesh
-    ours = set(MESH_AXES) <= set(mesh.axis_names) and AxisType.Manual not in mesh.axis_types
-    if not ours or mesh.size == 1:
+    mesh = mesh_of(arguments[0])
+    if mesh is None:
         return function(*arguments)
     place = {name: spec((name,), (size,), mesh)[0][0] for name, size in sizes.items()} | {None: None}
     cut = lambda tree: jax.tree.map(

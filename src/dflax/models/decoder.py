@@ -13,7 +13,7 @@ from dflax.cache import KVCache
 from dflax.config import ModelConfig
 from dflax.kernels_pallas.block_attention import NO_WINDOW, block_attention
 from dflax.models.features import FeatureTap
-from dflax.models.layers import MLP, Attention, Embedding, RMSNorm, matmul, rope_table
+from dflax.models.layers import MLP, Attention, Embedding, RMSNorm, matmul, rope_table, run_layer
 from dflax.models.moe import MoE
 
 
@@ -68,6 +68,7 @@ class Decoder(nnx.Module):
         if not config.tie_word_embeddings:
             self.lm_head = Embedding(config.vocab_size, config.hidden_size, rngs=rngs)
         self.config = config
+        self.remat = False  # a training step's copy says (`dflax.train.passes`)
 
     @property
     def head(self) -> Float[Array, "V E"]:
@@ -241,7 +242,7 @@ class Decoder(nnx.Module):
                 )  # fmt: skip
                 return out[:, 0]
 
-            x, k, v = layer(x, rope, attend)
+            x, k, v = run_layer(layer, x, rope, attend, self.remat)
             tap(i, x)
             cache = keep(cache, i, k, v)
         return x, tap.features() if taps else None, cache

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 from dflax.cache import KVCache
 from dflax.config import DrafterConfig
 from dflax.kernels_pallas.block_attention import NO_WINDOW, block_attention
-from dflax.models.layers import MLP, Attention, Linear, RMSNorm, matmul, rope_table
+from dflax.models.layers import MLP, Attention, Linear, RMSNorm, matmul, rope_table, run_layer
 
 
 class DrafterLayer(nnx.Module):
@@ -55,6 +55,7 @@ class Drafter(nnx.Module):
         self.layers = nnx.List([DrafterLayer(config, rngs=rngs) for _ in range(config.num_layers)])
         self.norm = RMSNorm(size, config.rms_norm_eps)
         self.config = config
+        self.remat = False  # a training step's copy says (`dflax.train.passes`)
 
     def fuse(self, features: Float[Array, "B T ME"]) -> Float[Array, "B T E"]:
         """Joined target features -> context vectors: project first, then norm."""
@@ -133,7 +134,7 @@ class Drafter(nnx.Module):
                     mask=mask_of(i), window=config.window(i) or NO_WINDOW, scale=config.head_dim**-0.5,
                 )  # fmt: skip
 
-            x, k, v = layer(x, rope, attend)
+            x, k, v = run_layer(layer, x, rope, attend, self.remat)
             rows.append((k, v))
         return x, rows
 

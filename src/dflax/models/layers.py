@@ -1,5 +1,7 @@
 """The parts that every decoder layer is made of. Weights are in Hugging Face layout, [out, in]."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from dflax.config import RopeConfig
+from dflax.models.vocabulary import lookup
 
 INIT_STD = 0.02
 SINGLE_ROW_PADDING = 1
@@ -60,7 +63,7 @@ class Embedding(nnx.Module):
         self.weight = nnx.Param(jax.random.normal(rngs.params(), (vocab_size, size)) * INIT_STD)
 
     def __call__(self, tokens: Int[Array, "..."]) -> Float[Array, "... E"]:
-        return jnp.take(self.weight[...], tokens, axis=0)
+        return lookup(self.weight[...], tokens)
 
 
 class MLP(nnx.Module):
@@ -109,6 +112,15 @@ class Attention(nnx.Module):
 
     def _heads(self, x: Float[Array, "... HD"]) -> Float[Array, "... H D"]:
         return x.reshape(*x.shape[:-1], -1, self.head_dim)
+
+
+def run_layer(
+    layer: Callable[..., tuple[Array, Array, Array]], x: Array, rope: tuple[Array, Array], attend: Callable[..., Array],
+    remat: bool,
+) -> tuple[Array, Array, Array]:  # fmt: skip
+    """layer(x, rope, attend); remat: what it computes inside is not kept for the gradient but computed again."""
+    call = lambda x, rope: layer(x, rope, attend)
+    return (jax.checkpoint(call) if remat else call)(x, rope)
 
 
 def rope_frequencies(config: RopeConfig, head_dim: int) -> np.ndarray:

@@ -1,0 +1,133 @@
+"""Run by test_vocabulary.py on 8 virtual devices: a mesh changes where numbers are made, not the numbers."""
+
+import json
+import re
+import sys
+import tempfile
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import NamedSharding
+
+from dflax import sharding
+from dflax.config import ModelConfig, RopeConfig
+from dflax.models import params
+from dflax.models.decoder import Decoder
+from dflax.models.vocabulary import lookup
+from dflax.train.ahead import drafter_step
+from dflax.train.diffusion import DiffusionObjective, diffusion_loss
+from dflax.train.drafter import Objective, frozen_head_loss
+from dflax.train.features import _most_likely
+from dflax.train.passes import prepared
+from dflax.train.recipe import DrafterRecipe
+from dflax.train.step import TrainConfig
+
+MESHES = ("data=2,fsdp=2,tensor=2", "fsdp=8")  # the first has everything; in the second nobody shares rows
+QWEN3_VOCABULARY = 151936
+
+
+def scores(table, head, rows, ids, shares):
+    """Everything that is done with a vocabulary's tables in training."""
+
+    def loss(rows):
+        logits_of = lambda h, w: jax.lax.dot_general(h, w, (((1,), (1,)), ((), ())))
+        ce, best = frozen_head_loss(logits_of, rows, head, ids, shares, chunk=3)
+        return jnp.sum(ce * jnp.arange(1, len(ce) + 1)), (ce, best)
+
+    (_, (ce, best)), gradient = jax.value_and_grad(loss, has_aux=True)(rows)
+    return lookup(table, ids), ce, best, gradient, _most_likely(rows.reshape(8, -1, rows.shape[1]), head, 3)
+
+
+def the_tables() -> None:
+    chance = np.random.default_rng(0)
+    V, E, R = 48, 16, 32
+    table, head, rows = (chance.normal(size=shape).astype(np.float32) for shape in ((V, E), (V, E), (R, E)))
+    ids = chance.integers(0, V, (R, 2)).astype(np.int32)
+    shares = chance.random((R, 2)).astype(np.float32)
+    want = jax.jit(scores)(table, head, rows, ids, shares)
+    for text in MESHES:
+        mesh = sharding.make_mesh(text)
+        put = lambda x, axes, mesh=mesh: jax.device_put(x, NamedSharding(mesh, sharding.spec(axes, x.shape, mesh)[0]))
+        tables = (put(x, ("vocab", "embed")) for x in (table, head))
+        got = jax.jit(scores)(*tables, *(put(x, ("batch", None)) for x in (rows, ids, shares)))
+        for a, b in zip(jax.tree.leaves(want), jax.tree.leaves(got), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5, err_msg=text)
+
+
+def a_trained_model() -> None:
+    """Loss and gradients of a diffusion model, whose tables are trained, with layers computed again."""
+    config = ModelConfig(
+        family="llada", vocab_size=48, hidden_size=16, intermediate_size=32, num_layers=1, num_heads=4, num_kv_heads=4,
+        head_dim=8, rms_norm_eps=1e-5, rope=RopeConfig(), tie_word_embeddings=False, max_positions=64, bidirectional=True,
+        mask_token_id=47,
+    )  # fmt: skip
+    graph = Decoder(config, rngs=nnx.Rngs(0))
+    weights = params.flatten(graph)
+    chance = np.random.default_rng(0)
+    batch = {"tokens": chance.integers(0, 47, (8, 12)), "prompt_len": np.full(8, 4), "length": np.full(8, 12)}
+    batch = {name: array.astype(np.int32) for name, array in batch.items()}
+
+    @partial(jax.jit, static_argnames="remat")
+    def run(weights, batch, remat):
+        model = lambda weights: prepared(params.fill(graph, weights), remat=remat)
+        loss = lambda weights: diffusion_loss(
+            model(weights), jax.random.key(0), **batch, answer_columns=8, config=DiffusionObjective(chunk=5)
+        )
+        return jax.value_and_grad(loss, has_aux=True)(weights)
+
+    want = run(weights, batch, remat=False)
+    mesh = sharding.make_mesh(MESHES[0])
+    places, dropped = sharding.tree_shardings(weights, mesh, sharding.axes_of(weights))
+    assert not dropped
+    got = run(jax.device_put(weights, places), sharding.place_batch(batch, mesh), remat=True)
+    for a, b in zip(jax.tree.leaves(want), jax.tree.leaves(got), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+def what_is_sent(text: str) -> set[tuple[str, tuple[int, ...]]]:
+    """Kind and shape of what the devices send each other in a training step with the vocabulary of Qwen3."""
+    config = {
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": QWEN3_VOCABULARY, "hidden_size": 32,
+        "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8,
+        "rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": False, "max_position_embeddings": 4096,
+        "hidden_act": "silu", "attention_bias": False,
+    }  # fmt: skip
+    folder = Path(tempfile.mkdtemp())
+    (folder / "config.json").write_text(json.dumps(config))
+    recipe = DrafterRecipe(
+        target=str(folder), data=("-",), dtype="bfloat16", compute="bfloat16", remat=True, mask_token_id=151669, layers=1,
+        target_layer_ids=(0,), block_size=4, length=16, rows_per_step=8, objective=Objective(anchors=4, chunk=4),
+        train=TrainConfig(steps=10, mesh=text),
+    )  # fmt: skip
+    program = drafter_step(recipe, sharding.make_mesh(text)).as_text()
+    assert program is not None
+    found = re.findall(
+        r"= (.*?) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(", program
+    )
+    return {
+        (kind, tuple(int(n) for n in dims.split(",") if n))
+        for shapes, kind in found
+        for dims in re.findall(r"\w+\[([\d,]*)\]", shapes)
+    }
+
+
+def nothing_of_the_vocabulary_is_gathered() -> None:
+    text = "data=2,fsdp=2,tensor=2"
+    sent = what_is_sent(text)
+    parts = {QWEN3_VOCABULARY // n for n in (1, 2, 4, 8)}
+    of_vocabulary = {(kind, shape) for kind, shape in sent if parts & set(shape)}
+    # The head alone changes places, from columns to rows: an even exchange of half of what a device has of it.
+    assert {kind for kind, _ in of_vocabulary} == {"all-to-all"}, of_vocabulary
+    assert max(np.prod(shape) for _, shape in of_vocabulary) <= QWEN3_VOCABULARY * 32 // 8, of_vocabulary
+    # And a layer's weights are gathered where they are used, not the rows that go through it.
+    assert ("all-gather", (16, 32)) in sent, sent
+    assert not any(kind == "all-gather" and np.prod(shape) >= 8 * 16 * 32 for kind, shape in sent), sent
+
+
+if __name__ == "__main__":
+    {"numbers": lambda: (the_tables(), a_trained_model()), "sent": nothing_of_the_vocabulary_is_gathered}[sys.argv[1]]()
+    print("equal")

@@ -1,0 +1,34 @@
+"""How a training step reads a module: master weights in the dtype of the passes, whole over `fsdp` where a layer uses them and not before,
+and layers whose inside is computed again for the gradient."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+
+from dflax import sharding
+
+
+def prepared(module: Any, compute: str | None = None, remat: bool = False) -> Any:
+    """The module, made ready inside a jitted step (it is changed: give one that was just filled).
+
+    compute: dtype of the passes; None: that of the weights. remat: keep only what goes into a layer, not what it computes inside.
+
+    Casting and gathering happen when a layer reads its weight: with `remat` they happen again too, so that neither copy is kept.
+    """
+    module.remat = remat
+    for path, leaf in nnx.iter_graph(module):
+        if isinstance(leaf, nnx.Param):
+            leaf.set_metadata("on_get_value", _Reading(".".join(map(str, path)), compute))
+    return module
+
+
+class _Reading:
+    """What happens to one weight when it is read."""
+
+    def __init__(self, path: str, compute: str | None):
+        self.path, self.compute = path, compute
+
+    def __call__(self, variable: nnx.Variable, value: Any) -> Any:
+        value = value if self.compute is None else value.astype(jnp.dtype(self.compute))
+        return sharding.gathered(value, self.path)
