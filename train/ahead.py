@@ -68,8 +68,6 @@ def diffusion_step(recipe: DiffusionRecipe, mesh: Mesh) -> jax.stages.Compiled:
     by_row = NamedSharding(mesh, batch_spec((rows,), mesh)[0])
     batch = {"tokens": _rows(rows, recipe.length, jnp.int32, mesh)}
     batch |= {name: jax.ShapeDtypeStruct((rows,), jnp.int32, sharding=by_row) for name in ("prompt_len", "length")}
-    if recipe.objective.next_token_share:
-        batch["next_token"] = jax.ShapeDtypeStruct((rows,), jnp.bool_, sharding=by_row)
     return step.run.lower(step.state, batch, None).compile()
 
 

@@ -13,7 +13,6 @@ from dflax import text
 from dflax.errors import DflaxError
 from dflax.train import stories
 from dflax.train.data import Document, Located, Shuffled
-from dflax.train.trainer import Batches
 
 Batch = dict[str, np.ndarray]
 
@@ -108,18 +107,3 @@ class TextBatches:
         cut = chance.random(rows) < self._cut_share
         shorter = chance.integers(1, columns, rows, endpoint=True, dtype=np.int32)
         return {**batch, "length": np.where(cut, shorter, batch["length"])}
-
-
-class FirstSteps:
-    """Batches that say of their rows whether they are of the first `count` steps (`DiffusionObjective.next_token_share`)."""
-
-    def __init__(self, batches: Batches, count: int):
-        self._batches, self._count = batches, count
-
-    @property
-    def steps_per_epoch(self) -> int:
-        return self._batches.steps_per_epoch
-
-    def batch_at(self, step: int) -> Batch:
-        batch = self._batches.batch_at(step)
-        return {**batch, "next_token": np.full(len(batch["tokens"]), step < self._count)}

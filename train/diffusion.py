@@ -4,6 +4,9 @@ LLaDA (arXiv 2502.09992, algorithms 1 and 2; GUIDELINES.md of its repository). P
 with probability p = (1 - eps) t + eps; loss of a row = sum over hidden tokens of CE / p, divided by the region's length: an upper bound on
 its negative log likelihood per token. Pretraining: the region is the whole row. Fine-tuning: the answer with the end tokens that pad it;
 the prompt is never hidden. There is no attention mask but the row's end, and no input tells t.
+
+Beside it: "rolling" noise, whose rate rises along the region (rolling diffusion, arXiv 2402.09470), and rows that learn every token from
+the clean ones before it (block diffusion, BD3-LM, arXiv 2503.09573). Both show a model that must compute what its results follow from.
 """
 
 from dataclasses import dataclass
@@ -29,8 +32,11 @@ class DiffusionObjective:
     """"elbo": 1 / p, the likelihood bound. "uniform": the plain mean over hidden tokens."""
     normalise: Literal["sequence", "token"] = "sequence"
     """With elbo weights: every row is divided by its own region (published), or all by all regions together."""
-    masking: Literal["bernoulli", "exact"] = "bernoulli"
-    """Every token for itself (published), or exactly round(p n), at least one, of a region's n: the same bound with less variance."""
+    masking: Literal["bernoulli", "exact", "rolling"] = "bernoulli"
+    """"bernoulli": every token for itself (published). "exact": round(p n), at least one, of a region's n: the same bound with less
+    variance. "rolling": a token's rate rises with its place, from 0 to 1 along a ramp that t moves over the region (`rolling`)."""
+    widths: tuple[float, float] = (2.0, 32.0)
+    """Of rolling noise: a row's ramp has a width, log-uniform between these, of so many tokens from rate 0.5 to 0.73."""
     eps: float = 1e-3
     t_min: float = 0.0
     """Noise levels are uniform between t_min and t_max; other bounds than 0 and 1 leave the likelihood bound."""
@@ -41,7 +47,8 @@ class DiffusionObjective:
     block_length: int = 32
     """Of blockwise rows."""
     next_token_share: float = 0.0
-    """Share of the steps, the first ones, that learn every token of an answer from the clean tokens before it (`next_token_loss`)."""
+    """Share of a batch's rows, the first ones, that learn every token of an answer from the clean tokens before it
+    (`next_token_loss`)."""
     chunk: int = 16384
     """Rows of logits that exist at once."""
 
@@ -53,6 +60,10 @@ class DiffusionObjective:
         for name in ("blockwise", "next_token_share"):
             if not 0 <= getattr(self, name) <= 1:
                 raise DflaxError(f"{name} is {getattr(self, name)}; it is a share, between 0 and 1")
+        if not 0 < self.widths[0] <= self.widths[1]:
+            raise DflaxError(f"widths is {self.widths}; two numbers are needed, the smaller one first and above 0")
+        if self.masking == "rolling" and self.blockwise:
+            raise DflaxError(f"blockwise is {self.blockwise}; rolling noise has no blocks, so it must be 0")
         for name in ("block_length", "chunk"):
             if getattr(self, name) < 1:
                 raise DflaxError(f"{name} is {getattr(self, name)}; it must be at least 1")
@@ -61,12 +72,11 @@ class DiffusionObjective:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Noised:
-    """hidden: tokens that stand as masks. counted: those of them with loss. rate: the probability with which a token of the row's region
-    was hidden. size: tokens in that region."""
+    """hidden: tokens that stand as masks. weight: what the cross entropy of each counts in the bound, 0 without loss. size: tokens in the
+    region of the row that is learnt from."""
 
     hidden: Bool[Any, "B S"]
-    counted: Bool[Any, "B S"]
-    rate: Float[Any, " B"]
+    weight: Float[Any, "B S"]
     size: Int[Any, " B"]
 
 
@@ -81,6 +91,12 @@ def noise(key: Array, region: Bool[Array, "B S"], config: DiffusionObjective) ->
     level_key, pick_key, kind_key, block_key = jax.random.split(key, 4)
     B = region.shape[0]
     t = noise_levels(level_key, B, config.t_min, config.t_max)
+    if config.masking == "rolling":
+        low, high = jnp.log(jnp.asarray(config.widths))
+        width = jnp.exp(jax.random.uniform(kind_key, (B,), minval=low, maxval=high))
+        rate, weight = rolling(t, width, region)
+        hidden = region & (jax.random.uniform(pick_key, region.shape) < rate)
+        return Noised(hidden, jnp.where(hidden, weight, 0.0), region.sum(1))
     later = jnp.zeros_like(region)
     if config.blockwise > 0:
         by_block = jax.random.uniform(kind_key, (B, 1)) < config.blockwise
@@ -96,7 +112,23 @@ def noise(key: Array, region: Bool[Array, "B S"], config: DiffusionObjective) ->
         counted, rate = exactly(pick_key, region, count), count / jnp.maximum(size, 1)
     else:
         counted = region & (jax.random.uniform(pick_key, region.shape) < rate[:, None])
-    return Noised(counted | later, counted, rate, size)
+    return Noised(counted | later, counted / rate[:, None], size)
+
+
+def rolling(
+    t: Float[Array, " B"], width: Float[Array, " B"], region: Bool[Array, "B S"]
+) -> tuple[Float[Array, "B S"], Float[Array, "B S"]]:
+    """Rates of rolling noise at t, and the weights that make the mean over t a bound.
+
+    Token i of a region of n has the rate p = sigmoid((i - c) / w), w the width; c falls evenly from n + 3 w at t = 0, where nearly all is
+    clean, to -3 w. With any rates that grow with t a token weighs (dp / dt) / p, which is (1 - p) (n + 6 w) / w: most where the ramp
+    begins, nothing where all is hidden anyway.
+    """
+    t, width, n = t[:, None], width[:, None], region.sum(1, keepdims=True)
+    span = n + 6 * width
+    place = jnp.cumsum(region, axis=1) - 1
+    rate = jax.nn.sigmoid((place - (1 - t) * span) / width + 3)
+    return rate, (1 - rate) * span / width
 
 
 def exactly(key: Array, region: Bool[Array, "B S"], count: Int[Array, " B"]) -> Bool[Array, "B S"]:
@@ -175,11 +207,11 @@ def _score(
 
 
 def weigh(ce: Float[Array, "B S"], noised: Noised, config: DiffusionObjective) -> Float[Array, ""]:
-    """The loss of cross entropies: mean over rows of sum(CE / rate) / size, or as `weights` and `normalise` say."""
-    ce = jnp.where(noised.counted, ce, 0.0)
+    """The loss of cross entropies: mean over rows of sum(weight CE) / size, or as `weights` and `normalise` say."""
     if config.weights == "uniform":
-        return ce.sum() / jnp.maximum(noised.counted.sum(), 1)
-    rows = ce.sum(1) / noised.rate
+        counted = noised.weight > 0
+        return jnp.where(counted, ce, 0.0).sum() / jnp.maximum(counted.sum(), 1)
+    rows = (noised.weight * ce).sum(1)
     if config.normalise == "token":
         return rows.sum() / jnp.maximum(noised.size.sum(), 1)
     return jnp.mean(rows / jnp.maximum(noised.size, 1))
@@ -194,13 +226,13 @@ def diffusion_loss(
     answer_columns: int,
     config: DiffusionObjective,
 ) -> tuple[Float[Array, ""], dict[str, Array]]:
-    """Loss of a batch, and metrics: `accuracy` over hidden tokens with loss, tokens seen.
+    """Loss of a batch, and metrics: `accuracy` over hidden tokens by their weights, tokens seen.
 
     tokens: prompt, answer, end tokens; row b ends at length[b]. prompt_len 0: pretraining.
     """
     noised = noise(key, answer_region(prompt_len, length, tokens.shape[1]), config)
     ce, right = hidden_cross_entropy(model, tokens, noised.hidden, prompt_len, length, answer_columns, config.chunk)
-    accuracy = (right & noised.counted).sum() / jnp.maximum(noised.counted.sum(), 1)
+    accuracy = (right * noised.weight).sum() / jnp.maximum(noised.weight.sum(), 1e-9)
     return weigh(ce, noised, config), {"accuracy": accuracy, "tokens": length.sum()}
 
 

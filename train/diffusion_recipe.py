@@ -17,7 +17,7 @@ from dflax.errors import DflaxError
 from dflax.model import Model, load
 from dflax.models import params
 from dflax.train import data, stories, trainer
-from dflax.train.canvases import Batch, FirstSteps, StoryBatches, TextBatches, answer_rows, text_rows
+from dflax.train.canvases import Batch, StoryBatches, TextBatches, answer_rows, text_rows
 from dflax.train.diffusion import DiffusionObjective, diffusion_loss, likelihood_bound, next_token_loss
 from dflax.train.language import fresh
 from dflax.train.passes import prepared
@@ -113,9 +113,6 @@ def train_diffusion(recipe: DiffusionRecipe) -> Path:
     mesh = sharding.make_mesh(recipe.train.mesh) if recipe.train.mesh else None
     model = _start(recipe, mesh)
     batches, held_out = _data(recipe, model)
-    first = round(recipe.train.total_steps(batches.steps_per_epoch) * recipe.objective.next_token_share)
-    if recipe.objective.next_token_share:
-        batches = FirstSteps(batches, first)
     graph, answer_columns = model.module, recipe.answer_columns
     ready = lambda leaves: _computing(recipe, graph, leaves)
     bound = jax.jit(
@@ -138,7 +135,7 @@ def train_diffusion(recipe: DiffusionRecipe) -> Path:
     weights = params.flatten(graph)
     trained = trainer.fit(
         weights, make_loss(recipe, graph), batches, recipe.train, evaluate=evaluate if len(held_out["tokens"]) else None,
-        mesh=mesh, axes=sharding.axes_of(weights), identity=identity(recipe, model.config, first),
+        mesh=mesh, axes=sharding.axes_of(weights), identity=identity(recipe, model.config),
     )  # fmt: skip
     folder = Path(recipe.train.out) / "model"
     if jax.process_index() == 0:
@@ -151,15 +148,27 @@ def make_loss(recipe: DiffusionRecipe, graph: Any) -> Any:
     options = {"answer_columns": recipe.answer_columns, "config": recipe.objective}
 
     def loss(leaves: Any, batch: Any, key: Any) -> Any:
-        if not recipe.objective.next_token_share:
-            return diffusion_loss(_computing(recipe, graph, leaves), key, **batch, **options)
-        rows = {name: array for name, array in batch.items() if name != "next_token"}
-        return jax.lax.cond(
-            jnp.all(batch["next_token"]),
-            lambda leaves: next_token_loss(_computing(recipe, graph, leaves), **rows, **options),
-            lambda leaves: diffusion_loss(_computing(recipe, graph, leaves), key, **rows, **options),
-            leaves,
+        model, rows = _computing(recipe, graph, leaves), len(batch["length"])
+        count = round(recipe.objective.next_token_share * rows)
+        first, rest = (
+            {name: array[part] for name, array in batch.items()} for part in (slice(count), slice(count, None))
         )
+        if count == 0:
+            return diffusion_loss(model, key, **rest, **options)
+        if count == rows:
+            return next_token_loss(model, **first, **options)
+        (follows, of_next), (hidden, of_hidden) = (
+            next_token_loss(model, **first, **options),
+            diffusion_loss(model, key, **rest, **options),
+        )
+        metrics = {
+            "next_token_loss": follows,
+            "next_token_accuracy": of_next["accuracy"],
+            "diffusion_loss": hidden,
+            "accuracy": of_hidden["accuracy"],
+            "tokens": of_next["tokens"] + of_hidden["tokens"],
+        }
+        return (count * follows + (rows - count) * hidden) / rows, metrics
 
     return loss
 
@@ -277,8 +286,8 @@ def _first(rows: Batch, count: int) -> Batch:
     return {name: array[:count] for name, array in rows.items()}
 
 
-def identity(recipe: DiffusionRecipe, config: ModelConfig, next_token_steps: int) -> dict[str, Any]:
+def identity(recipe: DiffusionRecipe, config: ModelConfig) -> dict[str, Any]:
     """What fixes the result besides the trainer's own settings."""
     free = {"train", "eval_problems", "bound_rows", "bound_samples", "remat"}
     fields = {k: v for k, v in dataclasses.asdict(recipe).items() if k not in free}
-    return {**fields, "config": dataclasses.asdict(config), "next_token_steps": next_token_steps}
+    return {**fields, "config": dataclasses.asdict(config)}

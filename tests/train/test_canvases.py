@@ -42,16 +42,6 @@ def test_a_batch_of_stories_is_a_pure_function_of_its_step():
         assert (answer[end:] == tokenizer.eos_token_id).all()
 
 
-def test_batches_of_the_first_steps_are_marked_and_the_same_otherwise():
-    plain = C.StoryBatches(2, 112, 64, seed=1)
-    batches = C.FirstSteps(plain, 3)
-    assert batches.steps_per_epoch == plain.steps_per_epoch
-    for step, first in ((0, True), (2, True), (3, False)):
-        batch = batches.batch_at(step)
-        assert batch.pop("next_token").tolist() == [first] * 2
-        assert all(np.array_equal(array, plain.batch_at(step)[name]) for name, array in batch.items())
-
-
 def test_every_response_is_an_answer_and_what_does_not_fit_is_said(capsys):
     turns = Document(np.array([6, 7, 5, 8, 2]), np.array([False, True, False, True, True]))
     made = C.answer_rows([turns, document([1] * 9, [3]), document([4], [1, 2, 3, 4, 5, 6])], 8, 4, end=2)

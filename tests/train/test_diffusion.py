@@ -57,18 +57,19 @@ def reference_ce(model, tokens, hidden, shift=0):
 
 
 def test_prompts_and_what_lies_behind_a_row_are_never_hidden():
-    for masking in ("bernoulli", "exact"):
+    for masking in ("bernoulli", "exact", "rolling"):
         for seed in range(20):
             noised = noise(jax.random.key(seed), jnp.asarray(region()), config=D.DiffusionObjective(masking=masking))
             hidden = np.asarray(noised.hidden)
             for b in range(B):
                 assert not hidden[b, : PROMPT[b]].any()
                 assert not hidden[b, LENGTH[b] :].any()
-            np.testing.assert_array_equal(noised.counted, noised.hidden)
+            np.testing.assert_array_equal(noised.weight > 0, noised.hidden)
             np.testing.assert_array_equal(noised.size, LENGTH - PROMPT)
             if masking == "exact":
-                np.testing.assert_allclose(noised.rate, hidden.sum(1) / (LENGTH - PROMPT), rtol=1e-6)
                 assert (hidden.sum(1) >= 1).all()
+                rate = hidden.sum(1) / (LENGTH - PROMPT)
+                np.testing.assert_allclose(noised.weight, hidden / rate[:, None], rtol=1e-6)
 
 
 def test_levels_are_stratified_and_tokens_are_hidden_at_their_rate():
@@ -79,15 +80,52 @@ def test_levels_are_stratified_and_tokens_are_hidden_at_their_rate():
     every = jnp.ones((16, 4000), bool)
     noised = noise(jax.random.key(2), every, config=D.DiffusionObjective(eps=0.1))
     t = np.asarray(D.noise_levels(jax.random.split(jax.random.key(2), 4)[0], 16))
-    np.testing.assert_allclose(noised.rate, 0.9 * t + 0.1, rtol=1e-5)
-    np.testing.assert_allclose(np.asarray(noised.hidden).mean(1), noised.rate, atol=0.03)
+    np.testing.assert_allclose(np.asarray(noised.weight).max(1), 1 / (0.9 * t + 0.1), rtol=1e-5)
+    np.testing.assert_allclose(np.asarray(noised.hidden).mean(1), 0.9 * t + 0.1, atol=0.03)
+
+
+def test_rolling_noise_rises_along_the_region():
+    """At every t the rates rise; widths lie between the bounds; tokens are hidden at their rates."""
+    every, config = (
+        jnp.ones((4000, 12), bool).at[:, :2].set(False),
+        D.DiffusionObjective(masking="rolling", widths=(2.0, 2.0)),
+    )
+    noised = noise(jax.random.key(5), every, config=config)
+    t = D.noise_levels(jax.random.split(jax.random.key(5), 4)[0], 4000)
+    rate, weight = D.rolling(t, jnp.full(4000, 2.0), every)
+    rate, hidden = np.asarray(rate), np.asarray(noised.hidden)
+    assert (np.diff(rate[:, 2:], axis=1) >= 0).all()
+    near = (np.asarray(t) > 0.4) & (np.asarray(t) < 0.6)
+    np.testing.assert_allclose(hidden[near, 2:].mean(0), rate[near, 2:].mean(0), atol=0.08)
+    np.testing.assert_allclose(noised.weight, np.where(hidden, weight, 0.0), rtol=1e-5)
+    # Half of the ramp's centre: logit(rate) moves by one where the place does by the width.
+    logit = np.log(rate[2000, 2:] / (1 - rate[2000, 2:]))
+    np.testing.assert_allclose(np.diff(logit), 0.5, rtol=1e-3)
+    assert rate[0, 2:].max() < 0.05
+    assert rate[-1, 2:].min() > 0.95
+
+
+@pytest.mark.parametrize("width", [1.0, 5.0])
+def test_the_mean_over_rolling_noise_is_a_bound(width):
+    """Of a cross entropy that is the same whatever is hidden, every token counts once: the bound is then exact.
+
+    But for what is hidden before the ramp begins (5 % of the last token at most, less of those before it).
+    """
+    every = jnp.ones((20000, 30), bool)
+    t = D.noise_levels(jax.random.key(0), 20000)
+    rate, weight = D.rolling(t, jnp.full(20000, width), every)
+    counted = np.asarray(rate * weight).mean(0)
+    assert (counted < 1.001).all()
+    assert (counted > 0.9).all()
+    np.testing.assert_allclose(counted[10:20], 1.0, atol=0.05)
 
 
 @pytest.mark.parametrize(("weights", "normalise"), [("elbo", "sequence"), ("elbo", "token"), ("uniform", "sequence")])
 def test_the_weights_by_hand(weights, normalise):
     rng = np.random.default_rng(3)
     ce, hidden = rng.random((2, 5)), np.array([[0, 1, 1, 0, 0], [1, 1, 0, 1, 1]], bool)
-    noised = D.Noised(jnp.asarray(hidden), jnp.asarray(hidden), jnp.array([0.25, 0.75]), jnp.array([4, 5]))
+    weight = jnp.asarray(hidden / np.array([[0.25], [0.75]]), jnp.float32)
+    noised = D.Noised(jnp.asarray(hidden), weight, jnp.array([4, 5]))
     value = D.weigh(jnp.asarray(ce, jnp.float32), noised, D.DiffusionObjective(weights=weights, normalise=normalise))
     first, second = ce[0, 1] + ce[0, 2], ce[1, 0] + ce[1, 1] + ce[1, 3] + ce[1, 4]
     want = {
@@ -103,9 +141,9 @@ def test_the_loss_of_a_model_by_hand(model, tokens):
     loss = jax.jit(partial(D.diffusion_loss, answer_columns=ANSWER, config=config))
     value, found = loss(model, key, tokens, PROMPT, LENGTH)
     noised = noise(key, jnp.asarray(region()), config=config)
-    hidden, rate = np.asarray(noised.hidden), np.asarray(noised.rate)
+    hidden, weight = np.asarray(noised.hidden), np.asarray(noised.weight)
     ce = reference_ce(model, tokens, hidden)
-    rows = [ce[b][hidden[b]].sum() / rate[b] / (LENGTH[b] - PROMPT[b]) for b in range(B)]
+    rows = [(ce[b] * weight[b]).sum() / (LENGTH[b] - PROMPT[b]) for b in range(B)]
     np.testing.assert_allclose(value, np.mean(rows), rtol=1e-4)
     assert found["tokens"] == LENGTH.sum()
     # What lies behind a row's end is seen by nobody.
@@ -126,7 +164,7 @@ def test_blockwise_rows_are_what_block_by_block_decoding_meets():
     seen = set()
     for seed in range(12):
         noised = noise(jax.random.key(seed), jnp.asarray(region()), config=config)
-        hidden, counted = np.asarray(noised.hidden), np.asarray(noised.counted)
+        hidden, counted = np.asarray(noised.hidden), np.asarray(noised.weight) > 0
         for b in range(B):
             answer = slice(int(PROMPT[b]), int(LENGTH[b]))
             assert not hidden[b, : PROMPT[b]].any()
@@ -236,6 +274,9 @@ def test_bad_values_are_named():
         {"blockwise": 1.5},
         {"chunk": 0},
         {"next_token_share": -1.0},
+        {"widths": (4.0, 2.0)},
+        {"widths": (0.0, 2.0)},
+        {"blockwise": 0.5, "masking": "rolling"},
     ):
         with pytest.raises(DflaxError, match=next(iter(wrong))):
             D.DiffusionObjective(**wrong)

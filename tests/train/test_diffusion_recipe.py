@@ -3,6 +3,7 @@
 import dataclasses
 import json
 
+import jax
 import numpy as np
 import pytest
 
@@ -58,6 +59,22 @@ def test_trains_on_stories_and_writes_a_model_that_answers(trained):
     assert model.stop_token_ids == (stories.tokenizer().eos_token_id,)
     assert json.loads((folder / "config.json").read_text())["model_type"] == "llada"
     assert model.tokenizer.mask_token_id == model.config.mask_token_id
+
+
+def test_a_share_of_the_rows_learns_next_tokens_and_the_others_hidden_ones(trained):
+    folder, _ = trained
+    model = dflax.load(folder)
+    leaves, key = params.flatten(model.module), jax.random.key(1)
+    batch = R.StoryBatches(4, 112, 64, 0).batch_at(0)
+    loss = lambda share: jax.jit(
+        R.make_loss(small("x", objective=DiffusionObjective(next_token_share=share)), model.module)
+    )
+    whole, found = loss(0.5)(leaves, batch, key)
+    part = lambda rows: {name: array[rows] for name, array in batch.items()}
+    (follows, _), (hidden, _) = loss(1.0)(leaves, part(slice(2)), key), loss(0.0)(leaves, part(slice(2, 4)), key)
+    np.testing.assert_allclose([found["next_token_loss"], found["diffusion_loss"]], [follows, hidden], rtol=1e-5)
+    np.testing.assert_allclose(whole, (follows + hidden) / 2, rtol=1e-5)
+    assert found["tokens"] == batch["length"].sum()
 
 
 def test_a_stopped_run_goes_on_as_if_it_had_not_been(trained, tmp_path, monkeypatch):
