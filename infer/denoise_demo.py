@@ -66,7 +66,7 @@ def run(prompt: str, seed: int | None, repeats: int, console: Console) -> Race:
     problem = None
     if not prompt:
         number = time.time_ns() % 10**6 if seed is None else seed
-        problem = stories.generate(0, number, "test", terse=True)
+        problem = stories.generate(0, number, "test")
         prompt = problem.prompt
     ways = default_ways()
     console.out(f"{prompt}\n", style="bold", highlight=False)

@@ -31,7 +31,7 @@ def load_stories(tokenizer: text.Tokenizer | None, count: int) -> list[Task]:
 
     if tokenizer is None:
         raise DflaxError("the model has no tokenizer to read stories with; give prompts as token ids, by data")
-    drawn = stories.stories(0, "test", count, terse=True)
+    drawn = stories.stories(0, "test", count)
     asked = ((story, prompts.tokenize(story.prompt, tokenizer, "a story")) for story in drawn)
     return [Task("stories", i, tokens, story.check) for i, (story, tokens) in enumerate(asked)]
 

@@ -47,7 +47,7 @@ class StoryBatches:
 
     def of(self, split: str, start: int, count: int) -> Batch:
         """Problems start .. start + count - 1 of a split."""
-        drawn = list(stories.stories(self._seed, split, count, start, terse=True))
+        drawn = list(stories.stories(self._seed, split, count, start))
         ids = self._tokenizer([problem.prompt for problem in drawn])["input_ids"]
         answers = self._tokenizer([problem.answer_text for problem in drawn], add_special_tokens=False)["input_ids"]
         return canvases(ids, answers, *self._shape, self._tokenizer.eos_token_id)

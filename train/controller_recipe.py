@@ -212,7 +212,7 @@ def _prompts(recipe: ControllerRecipe, model: Model) -> list[list[int]]:
     if recipe.stories:
         if model.tokenizer is None:
             raise DflaxError(f"{recipe.model} has no tokenizer to read stories with")
-        drawn = stories.stories(recipe.train.seed, "train", recipe.stories, UNSEEN, terse=True)
+        drawn = stories.stories(recipe.train.seed, "train", recipe.stories, UNSEEN)
         ids = [list(prompt_files.tokenize(story.prompt, model.tokenizer, "a story")) for story in drawn]
     else:
         ids = [list(prompt.tokens) for path in recipe.data for prompt in prompt_files.load_file(path, model.tokenizer)]

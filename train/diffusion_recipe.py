@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
@@ -191,7 +190,7 @@ def exact_match(
     for split in ("validation", "test"):
         right = []
         for start in range(0, count, batch):
-            drawn = list(stories.stories(0, split, min(batch, count - start), start, terse=True))
+            drawn = list(stories.stories(0, split, min(batch, count - start), start))
             prompts = [problem.prompt for problem in drawn]
             texts = denoise(model, prompts, gen_length=gen_length, block_length=block_length, **options).texts
             assert texts is not None

@@ -7,11 +7,6 @@ Two things make the answer hard to write in one go. Every step needs the result 
 sentence has synonyms, all of the same length, one is drawn for itself, so that a model which knows the task well is still sure of no more
 than the weight of the likeliest. Wrong digits and free words look alike to a rule that asks for confidence only.
 
-In the terse form no result is written twice: a step says what it adds or takes, and the new total. A diffusion model, which sees both
-sides of a gap, would copy a repeated result from behind it in place of computing it, and learn little arithmetic.
-
-    The boxes hold 4 * 8 = 32 pens. Then Ann owns 66 things. So / 2 = 33 pens are left. #### 33
-
 A skeleton is what happens in which order, and what is asked. Test problems have skeletons and numbers that training never shows; their
 sentences, one by one, it does. Training and validation differ in the numbers alone.
 """
@@ -34,7 +29,7 @@ LONGEST_PROMPT = 48
 """Tokens of a prompt, the first one (<bos>) included."""
 LONGEST_ANSWER = 63
 """Tokens of an answer, without its end token."""
-STEPS, TERSE_STEPS = (4, 5), (5, 6)
+STEPS = (4, 5)
 """How many computations an answer takes."""
 LARGEST = 199
 
@@ -122,26 +117,20 @@ class Skeleton:
         return (START, OTHER) if self.question else (START,)
 
 
-@lru_cache(maxsize=2)
-def skeletons(terse: bool = False) -> tuple[Skeleton, ...]:
+@lru_cache(maxsize=1)
+def skeletons() -> tuple[Skeleton, ...]:
     """All stories of two to four different events whose answers take as many steps as `STEPS` says and have room for their numbers."""
     orders = itertools.chain(*(itertools.permutations(range(len(EVENTS)), count) for count in (2, 3, 4)))
     every = (Skeleton(order, question) for order in orders for question in range(len(QUESTIONS)))
-    steps = TERSE_STEPS if terse else STEPS
-    return tuple(s for s in every if sum(len(part.steps) for part in s.sentences) in steps and _has_room(s, terse))
+    return tuple(s for s in every if sum(len(part.steps) for part in s.sentences) in STEPS and _has_room(s))
 
 
-def _has_room(skeleton: Skeleton, terse: bool) -> bool:
+def _has_room(skeleton: Skeleton) -> bool:
     """Whether the story fits if all but the small numbers have two digits."""
     usual = {**dict.fromkeys("atubkp", 10), **dict.fromkeys("xy", 1), **dict.fromkeys("NMKIC", "word")}
     question = " ".join([*skeleton.opening, *(part.question for part in skeleton.sentences)])
-    answer = " ".join(CHOICE.sub("word", _form(step, terse)) for part in skeleton.sentences for step in part.steps)
+    answer = " ".join(CHOICE.sub("word", step) for part in skeleton.sentences for step in part.steps)
     return _fits(question.format(**usual), f"{answer} #### {{u}}".format(**usual))
-
-
-def _form(step: str, terse: bool) -> str:
-    """A step as it is written: terse without the total before it, and without the amount if the step before has just computed that."""
-    return re.sub(r"\{t\} [-+] \{p\} = |\{t\} (?=[-+/])", "", step) if terse else step
 
 
 def _fits(question: str, answer: str) -> bool:
@@ -153,14 +142,14 @@ def count_tokens(text: str) -> int:
     return len(re.findall(r"\d|[A-Za-z]+|####|[^\sA-Za-z\d]", text))
 
 
-@lru_cache(maxsize=4)
-def of_split(held_out: bool, terse: bool = False) -> tuple[int, ...]:
+@lru_cache(maxsize=2)
+def of_split(held_out: bool) -> tuple[int, ...]:
     """Indices of the skeletons of training and validation, or of those kept for tests: one in eight, by hash."""
-    hashed = (hashlib.sha256(repr(s).encode()).digest()[0] % 8 == 0 for s in skeletons(terse))
+    hashed = (hashlib.sha256(repr(s).encode()).digest()[0] % 8 == 0 for s in skeletons())
     return tuple(i for i, kept in enumerate(hashed) if kept == held_out)
 
 
-def generate(seed: int, index: int, split: str, terse: bool = False) -> Problem:
+def generate(seed: int, index: int, split: str) -> Problem:
     """Problem `index` of a split, a pure function of its arguments; its `template` is the number of its skeleton.
 
     train: training skeletons; validation: the same with numbers never seen in training; test: neither the skeleton nor the numbers are.
@@ -169,19 +158,19 @@ def generate(seed: int, index: int, split: str, terse: bool = False) -> Problem:
         raise DflaxError(f"split is {split!r}; it is one of {', '.join(SPLITS)}")
     chance = random.Random(f"stories/{seed}/{split}/{index}")
     while True:
-        number = chance.choice(of_split(split == "test", terse))
-        skeleton = skeletons(terse)[number]
+        number = chance.choice(of_split(split == "test"))
+        skeleton = skeletons()[number]
         worked = _work(skeleton, chance)
         if worked is None or is_held_out(worked.numbers) != (split != "train"):
             continue
-        question, answer = _tell(skeleton, worked, chance, terse)
+        question, answer = _tell(skeleton, worked, chance)
         if _fits(question, answer):
             return Problem(question, answer, worked.value, number, worked.numbers)
 
 
-def stories(seed: int, split: str, count: int, start: int = 0, terse: bool = False) -> Iterator[Problem]:
+def stories(seed: int, split: str, count: int, start: int = 0) -> Iterator[Problem]:
     """Problems start .. start + count - 1 of a split."""
-    return (generate(seed, start + index, split, terse) for index in range(count))
+    return (generate(seed, start + index, split) for index in range(count))
 
 
 @dataclass(frozen=True)
@@ -211,7 +200,7 @@ def _work(skeleton: Skeleton, chance: random.Random) -> _Worked | None:
     return _Worked(tuple(every), tuple(numbers), amount)
 
 
-def _tell(skeleton: Skeleton, worked: _Worked, chance: random.Random, terse: bool) -> tuple[str, str]:
+def _tell(skeleton: Skeleton, worked: _Worked, chance: random.Random) -> tuple[str, str]:
     """Question and answer in words."""
     words = dict(zip("NMK", chance.sample(NAMES, 3), strict=True)) | {"I": chance.choice(ITEMS)}
     opening = {"a": worked.values[0]["t"], "b": worked.values[0]["k"]}
@@ -219,7 +208,7 @@ def _tell(skeleton: Skeleton, worked: _Worked, chance: random.Random, terse: boo
     for sentence, values in zip(skeleton.sentences, worked.values, strict=True):
         fields = {**words, **values, "C": chance.choice(CONTAINERS)}
         said.append(sentence.question.format(**fields))
-        steps += [_worded(_form(step, terse), chance).format(**fields) for step in sentence.steps]
+        steps += [_worded(step, chance).format(**fields) for step in sentence.steps]
     return " ".join(said), f"{' '.join(steps)} #### {worked.value}"
 
 

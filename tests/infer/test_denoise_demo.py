@@ -46,7 +46,7 @@ def test_a_problem_of_ours(installed):
     out = io.StringIO()
     result = run(DemoConfig(diffusion=True, seed=5), Console(file=out, width=100))
     printed = out.getvalue()
-    problem = stories.generate(0, 5, "test", terse=True)
+    problem = stories.generate(0, 5, "test")
     assert problem.prompt in printed.replace("\n", " ")
     plain, adaptive, cached = result.outputs
     assert plain.nfe == [denoise_demo.GEN_LENGTH]

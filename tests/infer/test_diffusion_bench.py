@@ -142,7 +142,7 @@ def test_answers_that_are_numbers():
 
 def test_stories_are_checked_by_their_value():
     (task, *_) = found = tasks.load_stories(stories.tokenizer(), 3)
-    story = stories.generate(0, 0, "test", terse=True)
+    story = stories.generate(0, 0, "test")
     assert [task.index for task in found] == [0, 1, 2]
     assert task.check(story.answer_text)
     assert not task.check(story.answer_text[:-1] + "x")

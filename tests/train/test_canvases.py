@@ -31,7 +31,7 @@ def test_a_batch_of_stories_is_a_pure_function_of_its_step():
     assert all(np.array_equal(first[name], again[name]) for name in first)
     assert not np.array_equal(first["tokens"], other["tokens"])
     tokenizer = stories.tokenizer()
-    for row, problem in enumerate(stories.stories(1, "train", 4, start=12, terse=True)):
+    for row, problem in enumerate(stories.stories(1, "train", 4, start=12)):
         start, stop = first["prompt_len"][row], first["length"][row]
         assert stop - start == 64
         assert tokenizer.decode(first["tokens"][row, 1:start]) == problem.prompt

@@ -36,42 +36,15 @@ def test_every_step_starts_from_what_the_one_before_it_left(drawn):
         assert amount == problem.value
 
 
-def test_terse_answers_write_no_result_twice_and_add_up():
-    drawn = list(S.stories(7, "train", 300, terse=True))
-    for problem in drawn:
-        *steps, last = problem.answer_text.split(". ")
-        assert len(steps) in S.TERSE_STEPS
-        total, product = problem.numbers[0], None
-        for step in steps:
-            if found := re.search(r"(\d+) \* (\d+) = (\d+)", step):
-                left, right, product = map(int, found.groups())
-                assert left * right == product
-                continue
-            before, (result,) = total, re.findall(r"(\d+) [a-z]", step)
-            total = int(result)
-            if found := re.search(r"([-+/]) (\d+) = ", step):
-                assert total == P.compute(before, found[1], int(found[2])), problem
-            else:
-                assert product is not None
-                assert total in (before + product, before - product), problem
-                product = None
-        assert last == f"#### {total}"
-        assert total == problem.value
-        assert problem.check(problem.answer_text)
-        assert S.count_tokens(problem.answer_text) <= S.LONGEST_ANSWER
-
-
-@pytest.mark.parametrize("terse", [False, True])
-def test_splits_share_no_numbers_and_test_no_skeleton(terse):
-    train, test = S.of_split(False, terse), S.of_split(True, terse)
+def test_splits_share_no_numbers_and_test_no_skeleton(drawn):
+    train, test = S.of_split(False), S.of_split(True)
     assert not set(train) & set(test)
-    assert len(train) + len(test) == len(S.skeletons(terse))
-    drawn = {split: list(S.stories(0, split, 300, terse=terse)) for split in P.SPLITS}
+    assert len(train) + len(test) == len(S.skeletons())
     numbers = {split: {tuple(sorted(p.numbers)) for p in drawn[split]} for split in P.SPLITS}
     assert not numbers["train"] & (numbers["validation"] | numbers["test"])
     assert {p.template for p in drawn["test"]} <= set(test)
     assert {p.template for p in drawn["train"] + drawn["validation"]} <= set(train)
-    assert {event for i in test for event in S.skeletons(terse)[i].events} == set(range(len(S.EVENTS)))
+    assert {event for i in test for event in S.skeletons()[i].events} == set(range(len(S.EVENTS)))
 
 
 def test_vocabulary_is_closed_lengths_are_counted_and_fit(drawn):
