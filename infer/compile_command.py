@@ -6,6 +6,7 @@ import math
 import re
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import jax
@@ -16,7 +17,7 @@ from tyro.conf import Positional
 from dflax import abstract, configs
 from dflax.config import ModelConfig
 from dflax.errors import DflaxError
-from dflax.infer import ahead, roofline
+from dflax.infer import ahead, compile_table, roofline
 from dflax.infer.report import table, write_json
 from dflax.kernels_pallas.chips import Topology, topology
 from dflax.sharding import make_mesh
@@ -36,7 +37,7 @@ class CompileConfig:
     from the chip's published peaks. A TPU needs the extra aot-tpu, a GPU aot-gpu and the CUDA toolkit's ptxas.
     """
 
-    preset: Positional[str]
+    preset: Positional[str] = ""
     """A preset of `dflax train drafter` or `dflax train diffusion`: its models and settings."""
     topology: str = "v5e:4x4"
     """CHIP:SHAPE: v5e:4x4, v5p:4x4x4, v6e:8x8, h100, h100:8, h200, b200, ..."""
@@ -59,7 +60,10 @@ class CompileConfig:
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Of weights, activations and caches when decoding."""
     out: str = ""
-    """Also write the report to this JSON file."""
+    """Also write the report to this JSON file; with --table: the folder of the reports (runs/compile)."""
+    table: str = ""
+    """In place of a preset: compile all that docs/compile.md shows, and write that page to this file. A run that was stopped goes on where
+    its folder of reports ends."""
 
     def __post_init__(self) -> None:
         for name in ("context", "gen_length", "block_length"):
@@ -67,6 +71,10 @@ class CompileConfig:
                 raise DflaxError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if self.batch < 0 or self.block_size < 0 or self.acceptance_length < 1:
             raise DflaxError("batch and block_size must not be negative, acceptance_length at least 1")
+        if bool(self.preset) == bool(self.table):
+            raise DflaxError(
+                "name a preset, or give --table a file for the page of all presets that are compiled for docs"
+            )
 
 
 @dataclass(frozen=True)
@@ -132,16 +140,48 @@ class Report:
         return table(["per device", ""], [[k, v] for k, v in named.items()])
 
 
-def run(config: CompileConfig) -> Report:
-    """Compiles and prints the report."""
+def run(config: CompileConfig) -> Report | None:
+    """Compiles and prints the report; with `table` a page of several."""
+    if jax.config.jax_platforms is None:  # no device is needed, and JAX would look for those of every compiler that is installed
+        jax.config.update("jax_platforms", "cpu")
+    if config.table:
+        return _table(config)
+    made = compiled(config)
+    print(made.lines())
+    if config.out:
+        write_json(config.out, _record(config, made))
+    return made
+
+
+def compiled(config: CompileConfig) -> Report:
     values = configs.load(config.preset)
     what = _what(config, values)
     found = topology(config.topology)
-    made = {"speculate": _speculate, "denoise": _denoise, "train": _train}[what](config, values, found)
-    print(made.lines())
-    if config.out:
-        write_json(config.out, dataclasses.asdict(made) | {"peak_bytes": made.peak_bytes, "fits": made.fits})
-    return made
+    return {"speculate": _speculate, "denoise": _denoise, "train": _train}[what](config, values, found)
+
+
+def _record(config: CompileConfig, made: Report) -> dict[str, Any]:
+    today = time.strftime("%Y-%m-%d")
+    return {
+        "config": dataclasses.asdict(config),
+        "report": dataclasses.asdict(made),
+        "peak_bytes": made.peak_bytes,
+        "fits": made.fits,
+        "date": today,
+    }
+
+
+def _table(config: CompileConfig) -> None:
+    folder = Path(config.out or "runs/compile")
+    done: list[tuple[Report, dict[str, Any]]] = []
+    for one in compile_table.rows(config):
+        path = folder / f"{one.preset}-{one.what}-{one.topology.replace(':', '-')}.json"
+        if compile_table.kept(path, one) is None:
+            write_json(path, _record(one, compiled(one)))
+        record = json.loads(path.read_text())
+        done.append((Report(**record["report"]), record["provenance"] | {"date": record["date"]}))
+        text = compile_table.write(config.table, done, config.acceptance_length)
+    print(text)
 
 
 def _what(config: CompileConfig, values: dict[str, Any]) -> str:

@@ -201,6 +201,22 @@ def plot_comparison(path: str | Path, rows: Mapping[str, tuple[float, Interval]]
     _figure(path, draw, (9.0, 1.5 + 0.22 * len(rows)), panels=2)
 
 
+def plot_bandwidth(path: str | Path, curves: Mapping[str, Sequence[tuple[float, float]]]) -> None:
+    """PNG: share of the copy's bytes a second that calls reach, against the bytes that a call reads; a curve per kind of call."""
+
+    def draw(axes: Axes) -> None:
+        for name, points in curves.items():
+            axes.plot([size / 2**20 for size, _ in points], [share for _, share in points], marker="o", label=name)
+        axes.axhline(0.8, color="gray", linestyle="--", linewidth=1)
+        axes.set(
+            xlabel="MiB that a call reads", ylabel="share of the measured copy bandwidth", xscale="log", ylim=(0, None)
+        )
+        if curves:
+            axes.legend()
+
+    _figure(path, draw)
+
+
 def write_json(path: str | Path, data: Mapping[str, Any]) -> None:
     """Writes `data`, with `provenance()` under that name, beside its place and renames it. NaN becomes null, arrays lists."""
     text = json.dumps(_plain({**data, "provenance": provenance()}), indent=2, allow_nan=False)

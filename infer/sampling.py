@@ -231,7 +231,8 @@ def _last_kept(
     before = jnp.cumsum(probs, axis=-1) - probs
     in_mass = (before < top_p[..., None]) | (top_p >= 1)[..., None]
     last = jnp.minimum(k, jnp.sum(in_mass, axis=-1)) - 1
-    value, token = (jnp.take_along_axis(a, last[..., None], axis=-1)[..., 0] for a in (-negated, order))
+    # By a mask: a gather would collect the whole row on every device of a mesh that cuts the vocabulary.
+    value, token = (jnp.where(ids == last[..., None], a, 0).sum(-1, dtype=a.dtype) for a in (-negated, order))
     return value, token
 
 

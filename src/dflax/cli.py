@@ -46,6 +46,9 @@ COMMANDS = {
         "DiffusionBenchConfig",
         presets=True,
     ),
+    "bench kernels": Command(
+        "time the attention op against this machine's limits", "dflax.infer.kernel_bench", "KernelBenchConfig"
+    ),
     "compile": Command(
         "compile a loop or a training step for a TPU slice or GPUs that need not be there",
         "dflax.infer.compile_command",

@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import json
 
 import jax
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 from dflax import abstract, cli, configs
 from dflax.config import ModelConfig, MoEConfig
 from dflax.infer import compile_command as C
-from dflax.infer import roofline
+from dflax.infer import compile_table, roofline
 from dflax.kernels_pallas import chips
 from dflax.models import params
 from dflax.sharding import make_mesh
@@ -56,6 +57,24 @@ def test_a_report_of_what_the_compiler_says(here, preset, what, capsys, tmp_path
     assert "fits" in printed
     assert ("predicted speed-up" in printed) == (report.speedup is not None) == (what == "speculate")
     assert '"fits"' in out.read_text()
+
+
+def test_a_page_of_several_programs(here, preset, monkeypatch, tmp_path):
+    cases = tuple({"preset": "tiny", "topology": "h100", "what": what} for what in ("speculate", "train"))
+    monkeypatch.setattr(compile_table, "CASES", cases)
+    page, out = tmp_path / "compile.md", tmp_path / "reports"
+    config = C.CompileConfig(table=str(page), out=str(out), context=128, dtype="float32")
+    C.run(config)
+    text = page.read_text()
+    assert text.count(": yes |") == 2
+    assert "| speculate tiny | h100, one device |" in text
+    record = json.loads((out / "tiny-train-h100.json").read_text())
+    assert record["report"]["alias_bytes"] > 0
+    monkeypatch.setattr(C, "compiled", lambda config: pytest.fail("compiled again"))
+    C.run(config)
+    assert page.read_text() == text
+    with pytest.raises(pytest.fail.Exception):
+        C.run(dataclasses.replace(config, context=256))  # other settings
 
 
 def test_a_draft_vocabulary_is_compiled_too(here, preset):
@@ -182,6 +201,7 @@ def test_training_by_hand():
         (["qwen3-8b-dflash", "--what", "denoise"], "is for speculate or train, not denoise"),
         (["arith"], "names neither a target nor a model"),
         (["no-such-preset"], "there is no preset"),
+        ([], "name a preset, or give --table"),
         (["qwen3-8b-dflash", "--context", "0"], "context is 0"),
     ],
 )

@@ -1,0 +1,69 @@
+"""What `dflax compile --table` compiles, and the page that it writes."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dflax.infer.report import table, write_text
+
+if TYPE_CHECKING:
+    from dflax.infer.compile_command import CompileConfig, Report
+
+CASES: tuple[dict[str, str], ...] = (
+    {"preset": "qwen3-8b-dflash", "topology": "h100"},
+    {"preset": "llada-8b-sft", "topology": "h100", "what": "denoise"},
+    {"preset": "qwen3-8b-dflash", "topology": "v5e:4x4", "what": "train"},
+    {"preset": "qwen3-8b-dflash", "topology": "v5p:4x4x4", "what": "train"},
+    {"preset": "qwen3-8b-dflash", "topology": "v6e:2x2", "mesh": "tensor=4"},
+)
+"""Decoding loops on a chip or a small slice, drafter training on pods; everything else as `dflax compile` has it."""
+
+HEAD = """# What the compilers say
+
+The decoding loops and training steps of dflax, in real shapes, through the compilers of chips that were not there: {commands}.
+Written by `dflax compile --table docs/compile.md` (`make compile-table` sets up the compilers).
+
+**Nothing here ran on a chip.** Bytes are per device, from the compiler's own analysis: arguments (weights and state), what of them is
+updated in place, temporaries, and their sum against the chip's memory. FLOPs and bytes moved are the compiler's count of one pass over the
+program, loops counted once and kernels not counted; XLA for TPU and GPU differ in what they count. "Step at least" is a bound from the
+chip's published peaks (`kernels_pallas/chips.py` names the sources): what must be read and multiplied, and what the collectives send.
+The speed-up is that bound's ratio to plain decoding, collectives left out, at the acceptance length {acceptance:g} that was published for
+Qwen3-8B (arXiv 2602.06036).
+
+"""
+
+
+def rows(base: "CompileConfig") -> list["CompileConfig"]:
+    """The cases, with the other settings of `base`."""
+    return [dataclasses.replace(base, **case, table="", out="") for case in CASES]
+
+
+def kept(path: Path, config: "CompileConfig") -> dict[str, Any] | None:
+    """A report that an earlier run has written for these settings."""
+    found = json.loads(path.read_text()) if path.exists() else None
+    return found if found is not None and found["config"] == dataclasses.asdict(config) else None
+
+
+def write(path: str | Path, reports: "list[tuple[Report, dict[str, Any]]]", acceptance: float) -> str:
+    """The page, from reports and what made each; its table is returned."""
+    gib = lambda n: f"{n / 2**30:.2f}"
+    lines = []
+    for report, made in reports:
+        sent = ", ".join(f"{n} {kind} ({size / 2**20:.3g} MiB)" for kind, (n, size) in report.collectives.items())
+        settings = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in report.settings.items())
+        fits = f"{gib(report.peak_bytes)} of {gib(report.memory)}: {'yes' if report.fits else 'NO'}"
+        lines.append([
+            f"{report.what} {report.preset}", f"{report.topology}, {report.mesh}", settings, gib(report.argument_bytes),
+            gib(report.alias_bytes), gib(report.temp_bytes), fits, f"{report.flops:.3g}", f"{report.bytes_moved:.3g}", sent or "none",
+            f"{report.step_seconds * 1e3:.3g}", None if report.speedup is None else f"{report.speedup:.2f}",
+            f"{report.compile_seconds:.0f}", f"{made['versions']['jax']}, {made['date']}",
+        ])  # fmt: skip
+    headers = [
+        "what", "chips, mesh", "settings", "arguments GiB", "in place GiB", "temporaries GiB", "peak GiB, fits", "FLOPs", "bytes moved",
+        "collectives", "step at least, ms", "speed-up", "compiled in, s", "jax, date",
+    ]  # fmt: skip
+    made_table = table(headers, lines, markdown=True)
+    commands = ", ".join(sorted({report.topology for report, _ in reports}))
+    write_text(path, HEAD.format(commands=commands, acceptance=acceptance) + made_table + "\n")
+    return made_table
