@@ -1,4 +1,5 @@
-"""Run by test_processes.py, twice at a time: one of two processes with two CPU devices each that train a small network together."""
+"""Run by test_processes.py, twice at a time: one of two processes with two CPU devices each that train a small network together, and then
+speculate as the evaluation of a drafter does."""
 
 import sys
 import time
@@ -7,8 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dflax import processes
+import dflax
+from dflax import processes, sharding
 from dflax.train.trainer import TrainConfig, fit
+from tests.golden import load_case
 
 STEPS = 12
 
@@ -31,15 +34,30 @@ def loss_fn(params, batch, key):
     return jnp.mean((y - batch["x"][:, :6]) ** 2), {}
 
 
+@jax.jit
+def distance(params):
+    return jnp.sum(jnp.square(params["a"] @ params["b"] - jnp.eye(8, 6)))
+
+
+def speculated(mesh: str) -> np.ndarray:
+    """Tokens of a target and its drafter, both cut over the mesh."""
+    folder = load_case("dflash_generate").folder
+    pair = (dflax.load(folder / name, mesh=sharding.make_mesh(mesh)) for name in ("target", "drafter_fitted"))
+    return np.asarray(dflax.speculate(*pair, [[5, 6, 7, 8]] * 4, max_new_tokens=8, stop_token_ids=[]).tokens)
+
+
 def main(distributed: str, mesh: str, out: str, pause: str) -> None:
     processes.join(distributed)
     chance = np.random.default_rng(0)
     params = {"a": chance.normal(size=(8, 12)).astype(np.float32), "b": chance.normal(size=(12, 6)).astype(np.float32)}
     config = TrainConfig(
-        steps=STEPS, learning_rate=0.01, mesh=mesh, out=out, log_every=1, checkpoint_every=2, distributed=distributed
-    )
-    trained = fit(params, loss_fn, Data(float(pause)), config)
-    np.savez(f"{out}/trained-{jax.process_index()}.npz", **{name: np.asarray(leaf) for name, leaf in trained.items()})
+        steps=STEPS, learning_rate=0.01, mesh=mesh, out=out, log_every=1, checkpoint_every=2, distributed=distributed,
+        eval_every=4, best="distance",
+    )  # fmt: skip
+    evaluate = lambda params, step: {"distance": float(distance(params))}
+    trained = fit(params, loss_fn, Data(float(pause)), config, evaluate=evaluate)
+    arrays = {name: np.asarray(leaf) for name, leaf in trained.items()} | {"tokens": speculated(mesh)}
+    np.savez(f"{out}/trained-{jax.process_index()}.npz", **arrays)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,27 @@
 """The training objective against reference values, and what it must not see."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import dflax
 from dflax.models import params
-from dflax.train.drafter import Frozen, Objective, Rows, anchor_candidates, choose_anchors, objective, supervision
+from dflax.models.drafter import Drafter
+from dflax.train.drafter import (
+    Frozen,
+    Objective,
+    Rows,
+    anchor_candidates,
+    choose_anchors,
+    make_loss,
+    objective,
+    supervision,
+)
+from dflax.train.passes import prepared
 from tests.golden import load_case
 
 KINDS = {
@@ -101,3 +115,62 @@ def test_a_block_never_learns_from_the_next_document():
 def test_uniform_blocks_tile_the_response():
     anchors, keep = choose_anchors(packed_rows(), 8, jax.random.key(0), "uniform", block_size=3)
     assert np.asarray(anchors)[np.asarray(keep)].tolist() == [2, 4, 9]
+
+
+def step_of(layers, rows):
+    """(leaves, rows, compute, remat) -> loss and gradient of a fresh drafter, and its leaves."""
+    base = dflax.load(load_case("dflash_train_loss").folder / "drafter_full").config
+    config = dataclasses.replace(base, num_layers=layers, causal=(), windows=())
+    graph = Drafter(config, rngs=nnx.Rngs(0))
+    table = jnp.asarray(np.random.default_rng(1).normal(size=(config.vocab_size, config.hidden_size)), jnp.float32)
+
+    def loss(leaves, compute, remat):
+        merge = lambda leaves: prepared(params.fill(graph, leaves), compute, remat)
+        run = make_loss(merge, 6, Objective(anchors=16, chunk=8))
+        return run(leaves, rows, jax.random.key(0), Frozen(table, table))
+
+    return loss, params.flatten(graph)
+
+
+@pytest.fixture(scope="module")
+def long_rows():
+    chance = np.random.default_rng(0)
+    tokens = jnp.asarray(chance.integers(0, 90, (1, 48)), jnp.int32)
+    features = jnp.asarray(chance.normal(size=(1, 48, 3 * 48)), jnp.float32)
+    return Rows(tokens, jnp.ones((1, 48), bool), jnp.zeros((1, 48), jnp.int32), features)
+
+
+@pytest.fixture(scope="module")
+def gradients(long_rows):
+    loss, leaves = step_of(1, long_rows)
+    run = jax.jit(jax.value_and_grad(loss, has_aux=True), static_argnums=(1, 2))
+    return {how: run(leaves, *how) for how in (("float32", False), ("float32", True), ("bfloat16", True))}
+
+
+def test_layers_that_are_computed_again_give_the_same_gradient(gradients):
+    want, got = gradients["float32", False], gradients["float32", True]
+    for a, b in zip(jax.tree.leaves(want), jax.tree.leaves(got), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_layers_that_are_computed_again_keep_little(long_rows):
+    """Bytes of what a forward pass leaves for the backward one. (The temporaries of a program for CPUs hardly tell: its compiler
+    does not order instructions by memory. Those of TPU programs are in docs/training.md.)"""
+
+    def kept(layers, remat):
+        loss, leaves = step_of(layers, long_rows)
+        pull = jax.eval_shape(lambda leaves: jax.vjp(lambda x: loss(x, None, remat)[0], leaves)[1], leaves)
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(pull))
+
+    assert kept(3, True) - kept(2, True) < 0.4 * (kept(3, False) - kept(2, False))
+
+
+def test_bfloat16_passes_have_float32_loss_and_gradients(gradients):
+    ((want, _), exact), ((loss, _), rounded) = gradients["float32", True], gradients["bfloat16", True]
+    assert loss.dtype == jnp.float32
+    assert float(loss) != float(want)
+    np.testing.assert_allclose(loss, want, rtol=5e-3)
+    for name, gradient in rounded.items():
+        assert gradient.dtype == jnp.float32
+        apart = np.linalg.norm(gradient - exact[name]) / np.linalg.norm(exact[name])
+        assert 0 < apart < 0.05, (name, apart)

@@ -46,9 +46,11 @@ def end(*running: subprocess.Popen) -> None:
 
 
 def curve(out: Path) -> list[float]:
-    rows = [row for row in metrics.read(out / "metrics.jsonl") if "loss" in row]
-    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
-    return [row["loss"] for row in rows]
+    """Losses, and what was evaluated."""
+    rows = metrics.read(out / "metrics.jsonl")
+    assert [row["step"] for row in rows if "loss" in row] == list(range(1, STEPS + 1))
+    assert [row["step"] for row in rows if "eval/distance" in row] == [4, 8, 12]
+    return [row[name] for name in ("loss", "eval/distance") for row in rows if name in row]
 
 
 def test_one_of_two_is_killed_and_the_curve_is_unbroken(tmp_path):
@@ -67,6 +69,8 @@ def test_one_of_two_is_killed_and_the_curve_is_unbroken(tmp_path):
     assert not (together / "checkpoints" / str(STEPS)).exists()
     end(single, *pair(together, 0.0))
     np.testing.assert_allclose(curve(together), curve(alone), rtol=1e-5)
+    kept = [{int(path.name) for path in (out / "checkpoints").iterdir()} for out in (alone, together)]
+    assert kept[0] == kept[1] == {4, 10, 12}  # the best, which is the first evaluated, and the last two
     want = np.load(alone / "trained-0.npz")
     for index in (0, 1):
         got = np.load(together / f"trained-{index}.npz")
@@ -88,7 +92,7 @@ def test_both_stop_at_one_step_when_one_of_them_is_told_to(tmp_path):
     assert 2 < int(steps[0][0]) < STEPS
     assert (tmp_path / "checkpoints" / steps[0][0] / "commit_success.txt").exists()
     end(*pair(tmp_path, 0.0))
-    assert len(curve(tmp_path)) == STEPS
+    assert len(curve(tmp_path)) == STEPS + 3
 
 
 @pytest.mark.parametrize("text", ["here", "host,2,0", "host:1,2,2", "host:1,2", "host:1,2,-1"])
