@@ -46,21 +46,24 @@ def with_block(q_, context, k_blk, v_blk, q_pos, mask, blk_len, window, soft_cap
     [B, N, T, Hq, D].
     """
     B, Hkv, G, N, T, D = q_.shape
+    # Blocks before head groups: all queries of a block and kv head are the rows of one product, which XLA's CPU backend needs to be fast.
+    rows = q_.swapaxes(2, 3).reshape(B, Hkv, N, G * T, D)
+    below, total, out = (x.swapaxes(2, 3) for x in context)
     k_blk, v_blk = (x.transpose(0, 3, 1, 2, 4) for x in (k_blk, v_blk))
-    logits = jnp.einsum("bhgntd,bhnud->bhgntu", q_, k_blk, preferred_element_type=jnp.float32)
+    logits = jnp.einsum("bhnrd,bhnud->bhnru", rows, k_blk, preferred_element_type=jnp.float32)
+    logits = logits.reshape(B, Hkv, N, G, T, T)
     if soft_cap is not None:
         logits = soft_cap * jnp.tanh(logits / soft_cap)
-    logits += jnp.where(visible_block(q_pos, mask, blk_len, window), 0.0, NEGATIVE)[:, None, None]
+    logits += jnp.where(visible_block(q_pos, mask, blk_len, window), 0.0, NEGATIVE)[:, None, :, None]
 
-    below, total, out = context
     top = jax.lax.stop_gradient(jnp.maximum(below, logits.max(-1)))
     shrink, p = jnp.exp(below - top), jnp.exp(logits - top[..., None])
     total = total * shrink + p.sum(-1)
-    out = out * shrink[..., None] + jnp.einsum(
-        "bhgntu,bhnud->bhgntd", p.astype(q_.dtype), v_blk, preferred_element_type=jnp.float32
-    )
+    p = p.astype(q_.dtype).reshape(B, Hkv, N, G * T, T)
+    own = jnp.einsum("bhnru,bhnud->bhnrd", p, v_blk, preferred_element_type=jnp.float32)
+    out = out * shrink[..., None] + own.reshape(out.shape)
     out = out / jnp.where(total == 0, 1.0, total)[..., None]
-    return out.transpose(0, 3, 4, 1, 2, 5).reshape(B, N, T, Hkv * G, D)
+    return out.transpose(0, 2, 4, 1, 3, 5).reshape(B, N, T, Hkv * G, D)
 
 
 def mask_is_two_sided(mask):
