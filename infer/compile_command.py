@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import os
 import re
 import time
 from dataclasses import dataclass
@@ -142,7 +143,9 @@ class Report:
 
 def run(config: CompileConfig) -> Report | None:
     """Compiles and prints the report; with `table` a page of several."""
-    if jax.config.jax_platforms is None:  # no device is needed, and JAX would look for those of every compiler that is installed
+    if (
+        "JAX_PLATFORMS" not in os.environ
+    ):  # no device is needed, and JAX would look for those of every compiler that is installed
         jax.config.update("jax_platforms", "cpu")
     if config.table:
         return _table(config)

@@ -125,17 +125,22 @@ def op(case: Case, arrays: dict[str, Array], where: dict[str, Array], layer: int
 def definition(case: Case, arrays: dict[str, Array], where: dict[str, Array], layer: int) -> Array:
     """Plain XLA."""
     lengths, mask = where["ctx_len"], where.get("mask", "full")
-    everything = jnp.zeros_like(lengths), lengths, where["q_pos"], mask, None, jnp.full_like(lengths, case.block)
-    return reference.attend(*(arrays[name] for name in ARRAYS), layer, *everything, 2**30, case.head_dim**-0.5, None)
+    nothing, whole = jnp.zeros_like(lengths), jnp.full_like(lengths, case.block)
+    q, k_ctx, v_ctx, k_blk, v_blk = (arrays[name] for name in ARRAYS)
+    return reference.attend(
+        q, k_ctx, v_ctx, k_blk, v_blk, layer, nothing, lengths, where["q_pos"], mask, None, whole, 2**30, case.head_dim**-0.5, None
+    )  # fmt: skip
 
 
-def library(case: Case, arrays: dict[str, Array], where: dict[str, Array], layer: int, implementation: str) -> Array:
+def library(
+    case: Case, arrays: dict[str, Array], where: dict[str, Array], layer: int, implementation: Literal["xla", "cudnn"]
+) -> Array:
     """`jax.nn.dot_product_attention` on keys that lie as it wants them: see `for_library`. Anchors are one long row under a mask."""
     q = arrays["q"].reshape(case.batch, -1, case.heads, case.head_dim)
     k, v = arrays[f"k{layer}"], arrays[f"v{layer}"]
     out = jax.nn.dot_product_attention(
         q, k, v, mask=where.get("mask"), scale=case.head_dim**-0.5, implementation=implementation
-    )  # pyright: ignore[reportArgumentType] - a Literal there
+    )
     return out.reshape(arrays["q"].shape)
 
 

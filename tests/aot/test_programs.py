@@ -76,7 +76,7 @@ def copied(text, cache):
 def test_speculation_of_qwen3_8b(name, axes, tmp_path):
     found, rows, columns = chips(name), 8, 16384
     mesh = make_mesh(axes, found.devices)
-    cut = {"num_hidden_layers": LAYERS, "vocab_size": VOCABULARY}
+    cut = {"num_hidden_layers": LAYERS, "vocab_size": VOCABULARY, "eos_token_id": 1}
     target, drafter, _ = configs_of(recipe(tmp_path, cut, layers=1, mask_token_id=3))
     compiled = ahead.speculative_loop(target, drafter, mesh, rows, columns, 16, "bfloat16")
     text, memory = compiled.as_text(), compiled.memory_analysis()

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import time
 
 import jax
 import numpy as np
@@ -36,17 +35,20 @@ def test_layers_are_more_than_a_chip_keeps():
     assert dataclasses.replace(small, batch=64).layers == 1
 
 
-def test_every_call_has_as_many_turns():
-    """A slow turn of the machine is not the median."""
-    calls = {"a": 0, "b": 0}
+def test_every_call_has_as_many_turns(monkeypatch):
+    """By a clock that only calls move; a slow turn is not the median."""
+    clock, calls = [0.0], {"a": 0, "b": 0}
+    monkeypatch.setattr(stopwatch.time, "perf_counter", lambda: clock[0])
 
     def call(name, seconds):
         calls[name] += 1
-        time.sleep(seconds * (20 if calls[name] == 4 else 1))
+        clock[0] += seconds * (20 if calls[name] == 4 else 1)
 
-    found = stopwatch.seconds({"a": lambda: call("a", 0.001), "b": lambda: call("b", 0.003)}, 3, 0.0)
-    assert calls == {"a": 5, "b": 5}
-    assert 0.001 <= found["a"] < found["b"] < 0.02
+    found = stopwatch.seconds({"a": lambda: call("a", 1.0), "b": lambda: call("b", 3.0)}, 3, 0.0)
+    assert calls == {"a": 5, "b": 5}  # to compile, to see how long it takes, three turns
+    assert found == {"a": 1.0, "b": 3.0}
+    assert stopwatch.seconds({"a": lambda: call("a", 1.0)}, 1, 2.5) == {"a": 1.0}
+    assert calls["a"] == 5 + 2 + 3  # a turn takes 2.5 s at least
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +83,7 @@ def test_all_ways_give_what_float64_gives(run):
 def test_what_no_time_was_left_for_is_named(run, monkeypatch):
     monkeypatch.setattr(K, "_time", lambda *_: pytest.fail("measured"))
     result = K.run(
-        K.KernelBenchConfig(("tree",), batches=(1,), dtype="float32", seconds=-1, repeats=1, out=str(run[1]))
+        K.KernelBenchConfig(("tree",), batches=(1,), dtype="float32", seconds=-1.0, repeats=1, out=str(run[1]))
     )
     assert result.left_out()[0] == "tree: batch 1, context 128, T 7 by block_attention: no time was left"
     assert "block_attention: no time was left" in (run[1] / "kernels.md").read_text()
@@ -101,6 +103,7 @@ def test_a_way_that_fails_is_named_and_the_others_are_timed(monkeypatch):
     assert (other.seconds, other.why) == (None, "no room")
 
 
+@pytest.mark.slow  # three loops are compiled
 def test_rounds_beside_plain_steps():
     target = target_config()
     plain, whole, part = round_times.measure(target, drafter_config(target), "float32", 128, 5, 1, 0.0)
