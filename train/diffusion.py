@@ -35,7 +35,7 @@ class DiffusionObjective:
     masking: Literal["bernoulli", "exact", "rolling"] = "bernoulli"
     """"bernoulli": every token for itself (published). "exact": round(p n), at least one, of a region's n: the same bound with less
     variance. "rolling": a token's rate rises with its place, from 0 to 1 along a ramp that t moves over the region (`rolling`)."""
-    widths: tuple[float, float] = (1.0, 8.0)
+    widths: tuple[float, float] = (4.0, 32.0)
     """Of rolling noise: a row's ramp has a width, log-uniform between these, of so many tokens from rate 0.5 to 0.73."""
     eps: float = 1e-3
     t_min: float = 0.0
