@@ -26,7 +26,8 @@ Written by `dflax compile --table docs/compile.md` (`make compile-table` sets up
 
 **Nothing here ran on a chip.** Bytes are per device, from the compiler's own analysis: arguments (weights and state), what of them is
 updated in place, temporaries, and their sum against the chip's memory. FLOPs and bytes moved are the compiler's count of one pass over the
-program, loops counted once and kernels not counted; XLA for TPU and GPU differ in what they count. "Step at least" is a bound from the
+program, loops counted once and kernels not counted (XLA for GPU counts nothing). Collectives that only sampling with top-k or top-p needs
+are among those listed. Compile seconds are wall clock on two cores that did other work too. "Step at least" is a bound from the
 chip's published peaks (`kernels_pallas/chips.py` names the sources): what must be read and multiplied, and what the collectives send.
 The speed-up is that bound's ratio to plain decoding, collectives left out, at the acceptance length {acceptance:g} that was published for
 Qwen3-8B (arXiv 2602.06036).
@@ -48,6 +49,7 @@ def kept(path: Path, config: "CompileConfig") -> dict[str, Any] | None:
 def write(path: str | Path, reports: "list[tuple[Report, dict[str, Any]]]", acceptance: float) -> str:
     """The page, from reports and what made each; its table is returned."""
     gib = lambda n: f"{n / 2**30:.2f}"
+    counted = lambda n: f"{n:.3g}" if n else None
     lines = []
     for report, made in reports:
         sent = ", ".join(f"{n} {kind} ({size / 2**20:.3g} MiB)" for kind, (n, size) in report.collectives.items())
@@ -55,7 +57,7 @@ def write(path: str | Path, reports: "list[tuple[Report, dict[str, Any]]]", acce
         fits = f"{gib(report.peak_bytes)} of {gib(report.memory)}: {'yes' if report.fits else 'NO'}"
         lines.append([
             f"{report.what} {report.preset}", f"{report.topology}, {report.mesh}", settings, gib(report.argument_bytes),
-            gib(report.alias_bytes), gib(report.temp_bytes), fits, f"{report.flops:.3g}", f"{report.bytes_moved:.3g}", sent or "none",
+            gib(report.alias_bytes), gib(report.temp_bytes), fits, counted(report.flops), counted(report.bytes_moved), sent or "none",
             f"{report.step_seconds * 1e3:.3g}", None if report.speedup is None else f"{report.speedup:.2f}",
             f"{report.compile_seconds:.0f}", f"{made['versions']['jax']}, {made['date']}",
         ])  # fmt: skip
