@@ -67,3 +67,26 @@ def denoising_loop(
         *abstract.replicated(jax.eval_shape(lambda: (request, jnp.int32(0))), mesh),
     )
     return program.run.lower(*arguments, plan=plan).compile()
+
+
+def deciding(
+    model: ModelConfig, batch: int, gen_length: int, block_length: int, policy: Policy, extrapolation: Any = None
+) -> float:
+    """FLOPs, exponentials and the like included, with which a step of `dflax.denoise` decides what it commits once the logits are there,
+    as the compiler counts them for a CPU."""
+    program = denoise.program(model)
+    plan = Plan(block_length=block_length, gen_length=gen_length, cache=Cache.of("none"), guided=False, sampled=False)
+    params = SamplingParams.build(batch, model.vocab_size, stop_ids=list(model.eos_token_ids))
+    request = Request(
+        params, np.zeros(batch, np.float32), np.int32(block_length), np.bool_(False), policy, extrapolation, None
+    )
+    shape = jax.ShapeDtypeStruct
+    start = partial(program.start, plan=plan, dtype=jnp.dtype("float32"))
+    prompts = shape((batch, columns(2 * gen_length)), jnp.int32), shape((batch,), jnp.int32)
+    state = jax.eval_shape(start, *prompts, request)
+    logits = shape((batch, block_length, model.vocab_size), jnp.float32)
+    view = denoise.View(logits, shape((batch,), jnp.int32), shape((batch,), jnp.float32))
+    decide = partial(denoise.decide, plan=plan, mask=model.mask_token_id)
+    decide_ = jax.jit(lambda state, view, request: decide(state, view, request=request))
+    counted = decide_.lower(state, view, request).compile().cost_analysis()
+    return counted["flops"] + counted.get("transcendentals", 0.0)

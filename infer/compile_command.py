@@ -7,16 +7,18 @@ import os
 import re
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import jax
 import numpy as np
+from flax import nnx
 from jax.sharding import Mesh
 from tyro.conf import Positional
 
 from dflax import abstract, configs
-from dflax.config import ModelConfig
+from dflax.config import ControllerConfig, ModelConfig
 from dflax.errors import DflaxError
 from dflax.infer import ahead, compile_table, roofline
 from dflax.infer.report import table, write_json
@@ -104,6 +106,8 @@ class Report:
     speedup: float | None
     """Predicted, collectives left out of both."""
     source: str
+    deciding: tuple[float, float] | None = None
+    """Denoising: FLOPs over all chips with which TSPD and the look-ahead decide beyond what a threshold needs, and those of the pass."""
 
     @property
     def peak_bytes(self) -> int:
@@ -138,6 +142,9 @@ class Report:
             named["predicted speed-up"] = (
                 f"{self.speedup:.2f} at acceptance length {self.settings['acceptance_length']:g}, collectives left out"
             )
+        if self.deciding is not None:
+            added, whole = self.deciding
+            named["TSPD and CE add"] = f"{added:.3g} FLOPs a step, {100 * added / whole:.2g} % of the pass"
         return table(["per device", ""], [[k, v] for k, v in named.items()])
 
 
@@ -225,7 +232,10 @@ def _speculate(config: CompileConfig, values: dict[str, Any], found: Topology) -
 
 
 def _denoise(config: CompileConfig, values: dict[str, Any], found: Topology) -> Report:
+    from dflax.infer.extrapolation import ConfidenceExtrapolation
+    from dflax.infer.learned import TSPD
     from dflax.infer.policies import Threshold
+    from dflax.models.controller import Controller
 
     if config.gen_length % config.block_length:
         raise DflaxError(f"gen_length {config.gen_length} is no multiple of block_length {config.block_length}")
@@ -246,7 +256,14 @@ def _denoise(config: CompileConfig, values: dict[str, Any], found: Topology) -> 
     short = roofline.forward(model, rows, config.block_length, around, width, config.block_length, model.vocab_size)
     settings = {"batch": rows, "context": config.context, "cache": config.cache, "dtype": config.dtype}
     settings |= {"gen_length": config.gen_length, "block_length": config.block_length}
-    return _report("denoise", config, found, mesh, settings, compile_, full if config.cache == "none" else short)
+    work = full if config.cache == "none" else short
+    report = _report("denoise", config, found, mesh, settings, compile_, work)
+    learned = (
+        TSPD.of(Controller(ControllerConfig(block_length=config.block_length), rngs=nnx.Rngs(0))),
+        ConfidenceExtrapolation(),
+    )
+    count = partial(ahead.deciding, model, rows, config.gen_length, config.block_length)
+    return dataclasses.replace(report, deciding=(count(*learned) - count(Threshold()), work.flops))
 
 
 def _train(config: CompileConfig, values: dict[str, Any], found: Topology) -> Report:

@@ -100,7 +100,12 @@ def test_a_denoising_loop(here, monkeypatch, tmp_path, capsys):
     cache = 2 * config.num_layers * config.num_kv_heads * 32 * config.head_dim * 4
     assert cache <= report.alias_bytes < cache + 2**14
     assert report.plain_seconds is None
-    assert "DOES NOT FIT" not in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "DOES NOT FIT" not in printed
+    assert report.deciding is not None
+    weights = 2 * 8 * (4 * 12 * (6 + 12) + 4 * 12 * (12 + 12) + 12)  # 2 FLOPs a weight in each of 8 slots
+    assert weights < report.deciding[0] < 2 * weights  # features, gates, entropy and the filter beside
+    assert "TSPD and CE add" in printed
 
 
 def test_the_training_step_of_a_diffusion_model(here, monkeypatch, tmp_path):
