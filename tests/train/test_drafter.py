@@ -154,8 +154,8 @@ def test_layers_that_are_computed_again_give_the_same_gradient(gradients):
 
 
 def test_layers_that_are_computed_again_keep_little(long_rows):
-    """Bytes of what a forward pass leaves for the backward one. (The temporaries of a program for CPUs hardly tell: its compiler
-    does not order instructions by memory. Those of TPU programs are in docs/training.md.)"""
+    """Bytes of what a forward pass leaves for the backward one. (The temporaries of a program for CPUs hardly tell: with six such layers
+    they fall by 8 %, as attention's own take most there.)"""
 
     def kept(layers, remat):
         loss, leaves = step_of(layers, long_rows)
