@@ -3,6 +3,7 @@ speculate as the evaluation of a drafter does."""
 
 import sys
 import time
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -42,8 +43,9 @@ def distance(params):
 def speculated(mesh: str) -> np.ndarray:
     """Tokens of a target and its drafter, both cut over the mesh."""
     folder = load_case("dflash_generate").folder
-    pair = (dflax.load(folder / name, mesh=sharding.make_mesh(mesh)) for name in ("target", "drafter_fitted"))
-    return np.asarray(dflax.speculate(*pair, [[5, 6, 7, 8]] * 4, max_new_tokens=8, stop_token_ids=[]).tokens)
+    load = lambda name: dflax.load(folder / name, mesh=sharding.make_mesh(mesh))
+    target, drafter = load("target"), load("drafter_fitted")
+    return np.asarray(dflax.speculate(target, drafter, [[5, 6, 7, 8]] * 4, max_new_tokens=8, stop_token_ids=[]).tokens)
 
 
 def main(distributed: str, mesh: str, out: str, pause: str) -> None:
@@ -56,7 +58,7 @@ def main(distributed: str, mesh: str, out: str, pause: str) -> None:
     )  # fmt: skip
     evaluate = lambda params, step: {"distance": float(distance(params))}
     trained = fit(params, loss_fn, Data(float(pause)), config, evaluate=evaluate)
-    arrays = {name: np.asarray(leaf) for name, leaf in trained.items()} | {"tokens": speculated(mesh)}
+    arrays: dict[str, Any] = {name: np.asarray(leaf) for name, leaf in trained.items()} | {"tokens": speculated(mesh)}
     np.savez(f"{out}/trained-{jax.process_index()}.npz", **arrays)
 
 
