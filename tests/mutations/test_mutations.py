@@ -60,7 +60,7 @@ FAULTS = {
     ),
     "rolling noise moves over half of the region": Fault(
         "dflax.train.diffusion", "rolling", "(1 - t) * span", "(1 - t / 2) * span",
-        "tests.train.test_diffusion:test_the_mean_over_rolling_noise_is_a_bound",
+        "tests.train.test_diffusion:test_the_mean_over_rolling_noise_is_a_bound", (1.0,),
     ),
     "the residual is left out of rejection": Fault(
         "dflax.infer.accept", "reject", "jnp.exp(target) - jnp.exp(drafted)", "jnp.exp(target)",

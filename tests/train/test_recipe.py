@@ -85,7 +85,14 @@ def test_a_draft_vocabulary_travels_with_the_weights(setting, tmp_path):
     assert dflax.speculate(target, drafter, [[5, 6, 7]], max_new_tokens=12, stop_token_ids=[]).tokens == plain.tokens
 
 
-@pytest.mark.parametrize("kind", ["dflash_fused", "autoregressive", "autoregressive_fused"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param("dflash_fused", marks=pytest.mark.slow),
+        pytest.param("autoregressive", marks=pytest.mark.slow),
+        "autoregressive_fused",
+    ],
+)
 def test_other_kinds_of_drafter(setting, tmp_path, kind):
     folder = train_drafter(recipe(setting, tmp_path / "run", steps=3, kind=kind))
     target, drafter = dflax.load(setting[0]), dflax.load(folder)
