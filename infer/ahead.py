@@ -84,9 +84,14 @@ def deciding(
     start = partial(program.start, plan=plan, dtype=jnp.dtype("float32"))
     prompts = shape((batch, columns(2 * gen_length)), jnp.int32), shape((batch,), jnp.int32)
     state = jax.eval_shape(start, *prompts, request)
+    mask = model.mask_token_id
+    assert mask is not None
+
+    def decide(state, logits, request):
+        nowhere = jnp.zeros(batch, jnp.int32), jnp.full(batch, -1.0)
+        return denoise.decide(state, denoise.View(logits, *nowhere), plan, request, mask)
+
     logits = shape((batch, block_length, model.vocab_size), jnp.float32)
-    view = denoise.View(logits, shape((batch,), jnp.int32), shape((batch,), jnp.float32))
-    decide = partial(denoise.decide, plan=plan, mask=model.mask_token_id)
-    decide_ = jax.jit(lambda state, view, request: decide(state, view, request=request))
-    counted = decide_.lower(state, view, request).compile().cost_analysis()
+    counted = jax.jit(decide).lower(state, logits, request).compile().cost_analysis()
+    assert counted is not None
     return counted["flops"] + counted.get("transcendentals", 0.0)
