@@ -46,7 +46,9 @@ class KVCache:
     def write_all(self, layer: int, k: Float[Array, "B S Hkv D"], v: Float[Array, "B S Hkv D"]) -> "KVCache":
         """`write` for a block as long as the cache, whose every column is known to stay (a canvas's full pass)."""
         put = lambda cache, x: cache.at[layer].set(x.transpose(0, 2, 1, 3).astype(cache.dtype))
-        return replace(self, k=put(self.k, k), v=put(self.v, v))
+        # Together: else XLA writes the values of all layers at the end, and holds half a cache of them until then.
+        keys, values = jax.lax.optimization_barrier((put(self.k, k), put(self.v, v)))
+        return replace(self, k=keys, v=values)
 
     def advance(self, n: Int[Array, " B"]) -> "KVCache":
         return replace(self, length=jnp.minimum(self.length + n, self.capacity))
