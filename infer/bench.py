@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from dflax.errors import DflaxError
 from dflax.infer import report, summary
-from dflax.infer.fit import check_block_size
+from dflax.infer.fit import check_block_size, check_pair
 from dflax.infer.generate import Output, generate, speculate
 from dflax.infer.journal import Journal, line
 from dflax.infer.prompts import Prompt, load_file, load_set
@@ -86,26 +86,40 @@ def run(config: BenchConfig) -> summary.Summary | None:
     prompts = _prompts(config, target)
     if config.dump_prompts is not None:
         return _dump(config, target, prompts)
-    with Journal(Path(config.out) / "samples.jsonl", _settings(config, prompts)) as journal:
+    baseline = summary.read_baseline(config.baseline)
+    drafter = None if config.drafter is None else load(config.drafter, dtype=config.dtypes[0])
+    methods = _methods(config, target, drafter)
+    settings = _settings(config, prompts) | {
+        "target_weights": target.fingerprint,
+        "drafter_weights": None if drafter is None else drafter.fingerprint,
+    }
+    with Journal(Path(config.out) / "samples.jsonl", settings) as journal:
         for dtype in config.dtypes:
             if dtype != config.dtypes[0]:
                 target = load(config.target, dtype=dtype)
-            drafter = None if config.drafter is None else load(config.drafter, dtype=dtype)
-            measure(config, target, drafter, prompts, journal, dtype)
-    result = summary.summarise(journal.rows, summary.read_baseline(config.baseline))
+                drafter = None if config.drafter is None else load(config.drafter, dtype=dtype)
+            measure(config, methods, target, drafter, prompts, journal, dtype)
+    result = summary.summarise(journal.rows, baseline)
     return _publish(config, result, journal.rows)
 
 
-def measure(
-    config: BenchConfig, target: Model, drafter: Model | None, prompts: Sequence[Prompt], journal: Journal, dtype: str
-) -> None:
-    """Decodes every prompt at every temperature that the journal lacks, and appends it."""
+def _methods(config: BenchConfig, target: Model, drafter: Model | None) -> list[Method]:
+    """Plain decoding, and every block size; refused if one cannot be."""
     methods = [Method("plain")]
     if drafter is not None:
+        check_pair(target, drafter)
         for size in config.block_sizes or (drafter.config.block_size,):
             if size != "auto":
                 check_block_size(drafter, size, allow_larger=False)
             methods.append(Method(f"block {size}", size))
+    return methods
+
+
+def measure(
+    config: BenchConfig, methods: Sequence[Method], target: Model, drafter: Model | None, prompts: Sequence[Prompt],
+    journal: Journal, dtype: str,
+) -> None:  # fmt: skip
+    """Decodes every prompt at every temperature that the journal lacks, and appends it."""
     known = {(row["dtype"], row["temperature"], row["set"], row["index"]) for row in journal.rows}
     commit = report.commit()
     todo = [
@@ -180,8 +194,10 @@ def _warm(
             assert drafter is not None
             out = speculate(target, drafter, tokens, config.max_new_tokens, block_size=method.block_size, **options)
         if out.stats.compiled == 0:
-            break
-    return out
+            return out
+    raise DflaxError(
+        f"{method.name} compiled something in each of {COMPILE_TRIES} calls; its time would be no measurement"
+    )
 
 
 def _speed(run: dict[str, Any]) -> float:

@@ -1,6 +1,6 @@
 """What the denoising loop carries from pass to pass, and how its caches are kept."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 import jax
@@ -53,6 +53,9 @@ class Cache:
             or cache.suffix_lengths < 1
         ):
             raise DflaxError(f"suffix_lengths is {cache.suffix_lengths!r}; it must be a whole number of at least 1")
+        if cache.kind == "none" and cache != cls():
+            changed = next(field.name for field in fields(cls) if getattr(cache, field.name) != field.default)
+            raise DflaxError(f"{changed} is a way of keeping keys and values; with cache none there is nothing to set")
         return cache
 
 
@@ -61,8 +64,9 @@ class Cache:
 class CanvasState:
     """B canvases being denoised. Row b: prompt, then the generated region, block by block from left to right.
 
-    Without cache every row is in a block of its own pace; with one, rows wait at a block's edge for the next full pass. A finished
-    row never changes again, bit for bit. (Fields are annotated Any: jit describes arguments by trees of other leaves than arrays.)
+    Without cache every row is in a block of its own pace; with one, rows wait at a block's edge for the next full pass. The tokens of a
+    finished row never change again, nor what is counted of it; its cache and its policy's memory may. (Fields are annotated Any: jit
+    describes arguments by trees of other leaves than arrays.)
     """
 
     cache: KVCache | None

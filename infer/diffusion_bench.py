@@ -133,17 +133,13 @@ def run(config: DiffusionBenchConfig) -> diffusion_summary.Summary:
             check_diffusion(model)
             methods = parse(config.methods, home)
             tasks = _tasks(config, model)
+            _check_maps(config, methods, journal)
             runs = [(method, cache) for cache in config.caches for method in methods]
             if "none" not in config.caches:
                 runs = [(PLAIN, "none"), *runs]
             for gen_length in config.gen_lengths:
                 measure(model, tasks, runs, gen_length, conditions, journal)
         calls = journal.rows
-    unknown = set(config.maps) - {call["method"] for call in calls}
-    if unknown:
-        raise DflaxError(
-            f"maps names {', '.join(sorted(unknown))}, which were not measured; names are those of the table"
-        )
     summary = diffusion_summary.summarise(calls, config.margin / 100, config.reference)
     return _publish(config, summary, calls)
 
@@ -264,6 +260,14 @@ def _tasks(config: DiffusionBenchConfig, model: Model) -> list[Task]:
     if len({(task.set, task.index) for task in tasks}) < len(tasks):
         raise DflaxError(f"two files of the data have one name: {', '.join(config.data)}; rename one")
     return tasks
+
+
+def _check_maps(config: DiffusionBenchConfig, methods: Sequence[Method], journal: Journal) -> None:
+    unknown = set(config.maps) - {method.label for method in methods} - {call["method"] for call in journal.rows}
+    if unknown:
+        raise DflaxError(
+            f"maps names {', '.join(sorted(unknown))}, which are not measured; names are those of the table, such as {methods[0].label}"
+        )
 
 
 def _digest(model: Model, tasks: Sequence[Task]) -> str:

@@ -27,7 +27,17 @@ def check_diffusion(model: Model) -> tuple[ModelConfig, int]:
 
 
 def check_pair(target: Model, drafter: Model) -> None:
-    """Raises DflaxError with the reason if the drafter was not made for this target."""
+    """Raises DflaxError with the reason if the drafter cannot draft for this target."""
+    check_fit(target, drafter)
+    if drafter.dtype != target.dtype:
+        raise DflaxError(
+            f"drafter {_name(drafter)} does not fit target {_name(target)}: its weights are {drafter.dtype}, the target's "
+            f"{target.dtype}; load both with one dtype"
+        )
+
+
+def check_fit(target: Model, drafter: Model) -> None:
+    """Raises DflaxError with the reason if the drafter was not made for this target; their dtypes may differ, as they do in training."""
     check_target(target)
     if not drafter.is_drafter:
         raise DflaxError(f"{_name(drafter)} is no drafter; the drafter must be a DFlash checkpoint")
@@ -36,16 +46,12 @@ def check_pair(target: Model, drafter: Model) -> None:
         raise DflaxError(f"{pair}: its vocabulary has {d.vocab_size} tokens, the target's {t.vocab_size}")
     if d.hidden_size != t.hidden_size:
         raise DflaxError(f"{pair}: its hidden size is {d.hidden_size}, the target's {t.hidden_size}")
-    if d.num_target_layers != t.num_layers:
+    if d.num_target_layers not in (None, t.num_layers):
         raise DflaxError(f"{pair}: it was made for {d.num_target_layers} target layers, the target has {t.num_layers}")
     if not d.target_layer_ids or not all(0 <= i < t.num_layers for i in d.target_layer_ids):
         raise DflaxError(f"{pair}: it taps layers {list(d.target_layer_ids)} of a target with {t.num_layers} layers")
     if not 0 <= d.mask_token_id < t.vocab_size:
         raise DflaxError(f"{pair}: its mask token id {d.mask_token_id} is outside the vocabulary of {t.vocab_size}")
-    if drafter.dtype != target.dtype:
-        raise DflaxError(
-            f"{pair}: its weights are {drafter.dtype}, the target's {target.dtype}; load both with one dtype"
-        )
     if d.draft_vocab_size is not None and drafter.draft_ids is None:
         raise DflaxError(f"{pair}: it scores {d.draft_vocab_size} tokens, but which is not in the model (draft_ids)")
 

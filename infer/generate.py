@@ -43,11 +43,8 @@ class Stats:
     """Block size -> rounds of the batch that ran with it."""
     compiled: int
     """Programs compiled in this call."""
-
-    @property
-    def acceptance_length(self) -> float:
-        """Tokens per verify round, over all prompts, before the cut to budget and stop tokens: 1 + the sum of the slots."""
-        return 1.0 + sum(self.acceptance_by_slot)
+    acceptance_length: float
+    """Tokens per verify round, over all rounds of all prompts, before the cut to budget and stop tokens; 1 without any round."""
 
 
 @dataclass(frozen=True)
@@ -206,6 +203,8 @@ def stream(
         enable_thinking,
         drafts,
     )
+    if block_size == "auto":
+        raise DflaxError('block_size is "auto", which is for whole responses; give stream a number, or None')
     size = 1 if drafter is None else check_block_size(drafter, block_size, allow_larger_blocks)
     return _pieces(session, size, rounds_per_call)
 
@@ -286,8 +285,10 @@ def _output(session: Session) -> Output:
     reached: dict[int, int] = {}
     passed: dict[int, int] = {}
     sizes: dict[int, int] = {}
+    uncut: list[int] = []
     for size, first, last in session.history:
         counts = _rounds(progress, first, last)
+        uncut += counts
         sizes[size] = sizes.get(size, 0) + int((last - first).max())
         for slot in range(1, size):
             reached[slot] = reached.get(slot, 0) + len(counts)
@@ -303,6 +304,7 @@ def _output(session: Session) -> Output:
         drafter_bytes=session.drafter_bytes(),
         block_sizes=sizes,
         compiled=session.compiled,
+        acceptance_length=sum(uncut) / len(uncut) if uncut else 1.0,
     )
     return Output(tokens, None if tokenizer is None else [text.decode(tokenizer, t) for t in tokens], lengths, stats)
 

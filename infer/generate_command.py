@@ -18,6 +18,9 @@ from dflax.model import Model, load
 THINKING = {"default": None, "on": True, "off": False}
 
 
+DRAFTING = ("block_size", "drafts", "allow_larger_blocks")
+
+
 @dataclass(frozen=True)
 class GenerateConfig:
     """Continue prompts with a model: in blocks with a drafter, one token at a time without.
@@ -65,8 +68,9 @@ def run(config: GenerateConfig) -> None:
     """Prints the responses."""
     if config.batch_size < 1:
         raise DflaxError(f"batch-size is {config.batch_size}; it must be at least 1")
-    if config.block_size is not None and config.drafter is None:
-        raise DflaxError("--block-size is for blocks that a drafter proposes; give --drafter too")
+    for name in DRAFTING:
+        if config.drafter is None and getattr(config, name) != getattr(GenerateConfig, name):
+            raise DflaxError(f"--{name.replace('_', '-')} is for blocks that a drafter proposes; give --drafter too")
     given = [] if config.file is None else [prompt for _, _, prompt in read(config.file)]
     prompts: list[Any] = [*config.prompts, *given]
     if not prompts:
@@ -109,7 +113,7 @@ def _settings(config: GenerateConfig) -> dict[str, Any]:
 def _drafting(config: GenerateConfig, drafter: Model | None) -> dict[str, Any]:
     if drafter is None:
         return {}
-    return {name: getattr(config, name) for name in ("block_size", "drafts", "allow_larger_blocks")}
+    return {name: getattr(config, name) for name in DRAFTING}
 
 
 def _records(out: Output) -> Iterator[dict[str, Any]]:

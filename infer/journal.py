@@ -15,15 +15,15 @@ class Journal:
     """Rows of a JSONL file, each written by one call to the system.
 
     Opening reads the rows that are there (`rows`) and cuts a last line that a kill left half-written. `settings` are kept beside the
-    file; a folder that was begun with other settings is refused, so that one file never mixes two experiments.
+    file; a folder that holds rows of other settings is refused, so that one file never mixes two experiments.
     """
 
     def __init__(self, path: str | os.PathLike[str], settings: Mapping[str, Any]):
         self.path = Path(path)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            _claim(self.path.parent, settings)
             self.rows = _recover(self.path)
+            _claim(self.path.parent, settings, fresh=not self.rows)
             self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         except OSError as error:
             raise DflaxError(f"cannot write {self.path}: {error.strerror}") from error
@@ -52,10 +52,10 @@ def line(row: Mapping[str, Any]) -> bytes:
     return json.dumps(row, ensure_ascii=False).encode() + b"\n"
 
 
-def _claim(folder: Path, settings: Mapping[str, Any]) -> None:
+def _claim(folder: Path, settings: Mapping[str, Any], fresh: bool) -> None:
     path = folder / SETTINGS
     wanted = json.loads(json.dumps(settings))
-    if path.exists():
+    if path.exists() and not fresh:
         try:
             found = json.loads(path.read_text())
         except ValueError:

@@ -86,10 +86,10 @@ class Slots:
         Raises DflaxError if the request does not fit the capacity; ValueError if no row is free.
         """
         row, length = self._requests.index(None), len(request.prompt)
-        end = length + request.max_new_tokens
-        if end > self.capacity or not length:
+        end, most = length + request.max_new_tokens, min(self.capacity, self.target.config.max_positions)
+        if end > most or not length:
             raise DflaxError(
-                f"prompt {request.index} has {length} tokens and a budget of {request.max_new_tokens}; a slot holds {self.capacity}"
+                f"prompt {request.index} has {length} tokens and a budget of {request.max_new_tokens}; a slot holds {most}"
             )
         tokens = np.zeros((1, self.capacity), np.int32)
         tokens[0, :length] = request.prompt

@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+import dflax
 from dflax.cli import main
+from dflax.infer.fit import check_pair
 from tests.golden import GOLDENS
 
 PAIR = GOLDENS / "dflash_generate"
@@ -174,6 +176,25 @@ def test_missing_prompt_file(complains, model, tmp_path):
     [
         ({"vocab_size": 127}, "its vocabulary has 127 tokens, the target's 128"),
         ({"num_target_layers": 7}, "made for 7 target layers, the target has 6"),
+        ({"num_target_layers": "6"}, "num_target_layers is '6'; it must be a int"),
+        ({"num_key_value_heads": 3}, "num_attention_heads 4 is no multiple of num_key_value_heads 3"),
+        (
+            {"rope_scaling": {"type": "linear", "factor": None}},
+            "factor of the rope scaling is None; it must be a number",
+        ),
+        ({"dflash_config": 5}, "dflash_config is 5; it must be an object"),
+        (
+            {"dflash_config": {"mask_token_id": "126", "target_layer_ids": [1, 2, 4]}},
+            "mask_token_id '126' is outside the vocabulary of 128",
+        ),
+        (
+            {"dflash_config": {"mask_token_id": 126, "target_layer_ids": [1, 2, 4], "kind": "dflash2"}},
+            "dflash_config.kind is 'dflash2'; dflax supports dflash, dflash_fused",
+        ),
+        (
+            {"dflash_config": {"mask_token_id": 126, "target_layer_ids": [1, 2, 4], "output_multiplier": "2"}},
+            "output_multiplier is '2'; it must be a float",
+        ),
         (
             {"dflash_config": {"mask_token_id": 126, "target_layer_ids": [1, 2, 9]}},
             "[1, 2, 9] do not fit num_target_layers 6",
@@ -189,6 +210,16 @@ def test_wrong_drafter(complains, tmp_path, model, prompts, changes, message):
     drafter = shutil.copytree(PAIR / "drafter_fitted", tmp_path / "drafter")
     edit(drafter, **changes)
     assert message in complains("generate", model, "--drafter", drafter, "--file", prompts([1]))
+
+
+def test_a_drafter_that_does_not_tell_its_target_s_depth(tmp_path, model):
+    drafter = shutil.copytree(PAIR / "drafter_fitted", tmp_path / "drafter")
+    edit(drafter, num_target_layers=None)
+    loaded = dflax.load(drafter)
+    assert loaded.config.num_target_layers is None
+    check_pair(dflax.load(model), loaded)
+    loaded.save(tmp_path / "again")
+    assert dflax.load(tmp_path / "again").config == loaded.config
 
 
 def test_target_and_drafter_mistaken_for_each_other(complains, model, prompts):
@@ -214,8 +245,10 @@ def test_impossible_settings(complains, model, prompts, flags, message):
     assert message in complains("generate", model, "--drafter", PAIR / "drafter_fitted", "--file", prompts([1]), *flags)
 
 
-def test_block_size_without_drafter(complains, model, prompts):
-    assert "give --drafter" in complains("generate", model, "--file", prompts([1]), "--block-size", "4")
+@pytest.mark.parametrize("flags", [["--block-size", "4"], ["--drafts", "sampled"], ["--allow-larger-blocks", "True"]])
+def test_settings_of_a_drafter_without_drafter(complains, model, prompts, flags):
+    line = complains("generate", model, "--file", prompts([1]), *flags)
+    assert f"{flags[0]} is for blocks that a drafter proposes; give --drafter" in line
 
 
 def test_unwritable_folder(complains, model, tmp_path):

@@ -120,8 +120,7 @@ def run(config: AblationConfig) -> Path:
     out = Path(config.out)
     target = load(config.target)
     responses = out / "responses.jsonl.gz"
-    if not responses.exists():
-        write_responses(target, responses, config.responses, config.batch, seed=0)
+    write_responses(target, responses, config.responses, config.batch, seed=0)
     for name in config.only or RUNS:
         settings = _settings(config, name)
         if finished.read(out / f"{name}.json", settings) is None:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import jax.numpy as jnp
 import numpy as np
 
 from dflax import controllers
@@ -19,7 +18,8 @@ from dflax.infer.extrapolation import ConfidenceExtrapolation
 from dflax.infer.fit import check_diffusion
 from dflax.infer.learned import TSPD
 from dflax.model import Model, load
-from dflax.models.controller import AcceptanceFilter, Controller
+from dflax.models import params
+from dflax.models.controller import AcceptanceFilter, Controller, build
 from dflax.train import extrapolation, stories
 from dflax.train.controller import ControllerObjective, train_controller, train_filter
 from dflax.train.recorder import Forced, of_record, record, record_batch
@@ -109,6 +109,7 @@ class ControllerRecipe:
         if self.own_rounds < 0:
             raise DflaxError(f"own_rounds is {self.own_rounds}; it must not be negative")
         self.look_ahead.check()
+        params.abstract(lambda rngs: build(self.controller, rngs))  # refuses what no controller can have
 
     @property
     def look_ahead(self) -> ConfidenceExtrapolation:
@@ -165,7 +166,7 @@ def start(recipe: ControllerRecipe) -> tuple[Model, list[list[int]]]:
 def record_traces(recipe: ControllerRecipe, model: Model, prompts: Sequence[Sequence[int]]) -> dict[str, Traces]:
     """Of plain decoding ("standard") and the extremely greedy policy ("greedy"), kept in OUT/traces."""
     identity = {name: getattr(recipe, name) for name in ("model", "dtype", "gen_length", "block_length")}
-    identity["weights"] = _digest(jnp.sum(jnp.abs(leaf), dtype=jnp.float32) for leaf in model.leaves)
+    identity["weights"] = model.fingerprint
     return recorded(
         Path(recipe.out) / "traces", prompts, recipe.batch,
         lambda part, number: record_batch(model, part, recipe.batch, recipe.gen_length, recipe.block_length),

@@ -50,7 +50,7 @@ class Conversation:
     @property
     def key(self) -> str:
         """The same for the same prompt, wherever it stands."""
-        return json.dumps(self.prompt_tokens if self.prompt_tokens is not None else self.prompt, sort_keys=True)
+        return json.dumps(self.prompt or self.prompt_tokens, sort_keys=True)
 
 
 @dataclass(frozen=True)
@@ -228,12 +228,13 @@ def tokenize(
     *,
     chat: bool | None = None,
     enable_thinking: bool | None = None,
+    vocab_size: int | None = None,
 ) -> Document:
     """Tokens of a conversation, its responses marked.
 
     A text prompt is one user message if the tokenizer has a chat template (`chat` overrules), else it is taken as it is. Given response
     tokens are taken as they are; a response text is tokenized and closed by the end token. In chats all assistant turns are marked, unless
-    the template rewrites earlier turns (then the last one only).
+    the template rewrites earlier turns (then the last one only). DflaxError names the row of an id that is not below vocab_size.
     """
     if item.response is None and item.response_tokens is None:
         raise DflaxError(f"{item.where}: there is no response to train on; `dflax distill` writes them")
@@ -244,8 +245,13 @@ def tokenize(
     if response is None:
         if tokenizer is None:
             raise DflaxError(f"{item.where}: a response in text needs a tokenizer")
+        if tokenizer.eos_token_id is None:
+            raise DflaxError(f"{item.where}: a response in text is closed by an end token, and the tokenizer has none")
         response = tokenizer.encode(item.response, add_special_tokens=False)
         response = [*response, tokenizer.eos_token_id]
+    highest = max((*tokens, *response), default=0)
+    if vocab_size is not None and highest >= vocab_size:
+        raise DflaxError(f"{item.where}: token id {highest} is outside the model's vocabulary of {vocab_size}")
     ids = np.asarray([*tokens, *response], np.int32)
     return Document(ids, np.asarray([*mask, *[True] * len(response)], bool))
 

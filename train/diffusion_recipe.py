@@ -18,6 +18,7 @@ from dflax.models import params
 from dflax.train import data, stories, trainer
 from dflax.train.canvases import Batch, StoryBatches, TextBatches, answer_rows, text_rows
 from dflax.train.diffusion import DiffusionObjective, diffusion_loss, likelihood_bound, next_token_loss
+from dflax.train.features import fingerprint
 from dflax.train.language import fresh
 from dflax.train.passes import prepared
 
@@ -111,7 +112,9 @@ def train_diffusion(recipe: DiffusionRecipe) -> Path:
     processes.join(recipe.train.distributed)
     mesh = sharding.make_mesh(recipe.train.mesh) if recipe.train.mesh else None
     model = _start(recipe, mesh)
-    batches, held_out = _data(recipe, model)
+    batches, held_out, content = _data(recipe, model)
+    if recipe.model:
+        content["model_weights"] = model.fingerprint
     graph, answer_columns = model.module, recipe.answer_columns
     ready = lambda leaves: _computing(recipe, graph, leaves)
     bound = jax.jit(
@@ -134,7 +137,7 @@ def train_diffusion(recipe: DiffusionRecipe) -> Path:
     weights = params.flatten(graph)
     trained = trainer.fit(
         weights, make_loss(recipe, graph), batches, recipe.train, evaluate=evaluate if len(held_out["tokens"]) else None,
-        mesh=mesh, axes=sharding.axes_of(weights), identity=identity(recipe, model.config),
+        mesh=mesh, axes=sharding.axes_of(weights), identity=identity(recipe, model.config) | content,
     )  # fmt: skip
     folder = Path(recipe.train.out) / "model"
     if jax.process_index() == 0:
@@ -254,12 +257,12 @@ def _start(recipe: DiffusionRecipe, mesh: Any) -> Model:
     return model
 
 
-def _data(recipe: DiffusionRecipe, model: Model) -> tuple[trainer.Batches, Batch]:
-    """Training batches, and held-out rows (possibly none)."""
+def _data(recipe: DiffusionRecipe, model: Model) -> tuple[trainer.Batches, Batch, dict[str, Any]]:
+    """Training batches, held-out rows (possibly none), and for the run's identity what tells data of files apart."""
     shape, seed, rows = (recipe.length, recipe.gen_length), recipe.train.seed, recipe.rows_per_step
     if not recipe.data:
         source = StoryBatches(rows, *shape, seed)
-        return source, source.of("test", 0, recipe.bound_rows)
+        return source, source.of("test", 0, recipe.bound_rows), {}
     tokenizer: Any = model.tokenizer
     read = [row for source in recipe.data for row in data.read(source)]
     if recipe.mode == "pretrain":
@@ -268,17 +271,19 @@ def _data(recipe: DiffusionRecipe, model: Model) -> tuple[trainer.Batches, Batch
         train = {name: array[kept:] for name, array in made.items()}
         if not len(train["tokens"]):
             raise DflaxError(f"nothing is left to train on: held_out is {recipe.held_out}")
-        return TextBatches(train, rows, seed, recipe.cut_share), _first(made, min(kept, recipe.bound_rows))
+        content = {"rows": fingerprint(*train.values())}
+        return TextBatches(train, rows, seed, recipe.cut_share), _first(made, min(kept, recipe.bound_rows)), content
     train, held_out = data.split_held_out([data.conversation(row) for row in read], recipe.held_out)
     if not train:
         raise DflaxError(f"nothing is left to train on: all {len(held_out)} conversations are held out")
     tokenize = lambda items: (
-        data.tokenize(item, tokenizer, enable_thinking=recipe.enable_thinking)
+        data.tokenize(item, tokenizer, enable_thinking=recipe.enable_thinking, vocab_size=model.config.vocab_size)
         for item in tqdm(items, desc="tokenize", disable=not os.isatty(2))
     )
     made = answer_rows(tokenize(train), *shape, tokenizer.eos_token_id)
     kept = answer_rows(tokenize(held_out), *shape, tokenizer.eos_token_id) if held_out else _first(made, 0)
-    return data.Shuffled(made, rows, seed), _first(kept, recipe.bound_rows)
+    content = {"rows": fingerprint(*made.values())}
+    return data.Shuffled(made, rows, seed), _first(kept, recipe.bound_rows), content
 
 
 def _first(rows: Batch, count: int) -> Batch:

@@ -102,6 +102,12 @@ def run(config: DistillConfig) -> Path:
         print(f"{too_long} prompts of more than {config.max_prompt_tokens} tokens are left out")
     if not asked:
         raise DflaxError("there is no prompt to answer")
+    longest, positions = max(len(prompt.tokens) for prompt in asked), target.config.max_positions
+    if longest + config.max_new_tokens > positions:
+        raise DflaxError(
+            f"the longest prompt has {longest} tokens and max_new_tokens is {config.max_new_tokens}, but {config.target} has "
+            f"{positions} positions; lower max_new_tokens or max_prompt_tokens"
+        )
     path = Path(config.out) / RESPONSES
     with Journal(path, _settings(config, asked)) as journal:
         respond(config, target, drafter, asked, journal)
@@ -194,13 +200,14 @@ def _requests(config: DistillConfig, target: Model, asked: Sequence[Asked]) -> I
 
 
 def _row(config: DistillConfig, target: Model, asked: Asked, answer: Finished) -> dict[str, Any]:
-    """In the form that `dflax train drafter` reads; a prompt that is no text is given by its tokens."""
-    prompt = {"prompt": asked.prompt} if asked.prompt is not None else {"prompt_tokens": list(asked.tokens)}
+    """In the form that `dflax train drafter` reads. The prompt's tokens, as the model read them, are what training takes."""
+    prompt = {} if asked.prompt is None else {"prompt": asked.prompt}
     response = {} if target.tokenizer is None else {"response": text.decode(target.tokenizer, answer.tokens)}
     return {
         "index": answer.request.index,
         "source": asked.source,
         **prompt,
+        "prompt_tokens": list(asked.tokens),
         "temperature": answer.request.temperature,
         "seed": answer.request.seed,
         "model": target.name,

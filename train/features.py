@@ -18,6 +18,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 from tqdm import tqdm
 
+from dflax.checkpoint import huggingface
 from dflax.errors import DflaxError
 from dflax.model import Model
 from dflax.models.decoder import Decoder
@@ -95,6 +96,19 @@ class FeatureStore:
     def __len__(self) -> int:
         return self.meta["rows"]
 
+    def check(self, target: Model, taps: tuple[int, ...], soft: int, draft_ids: np.ndarray | None) -> None:
+        """Raises DflaxError if the rows are not what this target says at these taps, with so many soft labels among these ids."""
+        wanted = _meta(target, taps, draft_ids)
+        for name in ("taps", "width", "target_weights", *(("scored",) if soft else ())):
+            if self.meta.get(name, wanted[name]) != wanted[name]:  # caches older than a field go on
+                raise DflaxError(
+                    f"the feature cache {self.folder} has {name} {self.meta[name]}, wanted is {wanted[name]}; use another folder"
+                )
+        if self.meta["soft"] < soft:
+            raise DflaxError(
+                f"the feature cache {self.folder} has {self.meta['soft']} soft labels a position, wanted are {soft}"
+            )
+
     @property
     def scored_ids(self) -> np.ndarray | None:
         """The ids that soft labels were chosen among (a draft vocabulary), int32; None: all."""
@@ -130,26 +144,23 @@ def cache_features(
     meta = {
         "rows": R,
         "length": S,
-        "taps": list(taps),
-        "width": len(taps) * target.config.hidden_size,
         "soft": soft,
-        "scored": None if head_ids is None else fingerprint(head_ids),
-        "target": target.name,
         "data": fingerprint(packed.tokens, packed.loss_mask, packed.ctx_start),
+        **_meta(target, taps, head_ids),
     }
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise DflaxError(f"cannot write the feature cache {folder}: {error.strerror}") from error
     old = _json(folder / "meta.json")
-    if old is not None and old != meta:
-        changed = sorted(k for k in {*old, *meta} if old.get(k) != meta.get(k))
+    changed = sorted(name for name in old or () if old[name] != meta.get(name))  # caches older than a field go on
+    if changed:
         raise DflaxError(f"{folder} caches other features ({', '.join(changed)} differ); use another folder")
     progress = _json(folder / "progress.json") if old is not None else None
     done = progress["rows"] if progress else 0
-    _write_json(folder / "meta.json", meta)
     if head_ids is not None:
         np.save(folder / "scored.npy", head_ids)
+    _write_json(folder / "meta.json", old or meta)
     if done < R:
         _fill(folder, meta, target, packed, taps, soft, head_ids, batch, done)
     return FeatureStore(folder)
@@ -177,6 +188,17 @@ def _fill(folder, meta, target, packed, taps, soft, head_ids, batch, done) -> No
             for array in arrays.values():
                 array.flush()
             _write_json(folder / "progress.json", {"rows": start + live})
+
+
+def _meta(target: Model, taps: tuple[int, ...], head_ids: np.ndarray | None) -> dict[str, Any]:
+    """What a cache says of its target."""
+    return {
+        "taps": list(taps),
+        "width": len(taps) * target.config.hidden_size,
+        "scored": None if head_ids is None else fingerprint(head_ids),
+        "target": target.name,
+        "target_weights": target.fingerprint,
+    }
 
 
 def fingerprint(*arrays: np.ndarray) -> str:
@@ -215,7 +237,7 @@ def _map(folder: Path, meta: dict[str, Any], name: str, mode: Literal["r", "r+"]
 
 
 def _json(path: Path) -> dict[str, Any] | None:
-    return json.loads(path.read_text()) if path.exists() else None
+    return huggingface.read_json(path) if path.exists() else None
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

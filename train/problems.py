@@ -51,12 +51,6 @@ def final_value(text: str) -> int | None:
     return int(found[-1]) if found else None
 
 
-def steps_are_right(text: str) -> bool:
-    """Whether every `a op b = c` in the text holds, and there is at least one."""
-    found = re.findall(r"(\d+) ([-+*/]) (\d+) = (\d+)", text)
-    return bool(found) and all(compute(int(a), sign, int(b)) == int(c) for a, sign, b, c in found)
-
-
 def is_held_out(numbers: tuple[int, ...]) -> bool:
     """Whether problems with these numbers are kept out of training: one in eight tuples, by hash."""
     return hashlib.sha256(repr(sorted(numbers)).encode()).digest()[0] % 8 == 0

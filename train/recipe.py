@@ -15,13 +15,14 @@ from tqdm import tqdm
 from dflax import processes, sharding
 from dflax.config import DrafterConfig, DrafterKind
 from dflax.errors import DflaxError
+from dflax.infer.fit import check_fit, check_target
 from dflax.model import Model, load
 from dflax.models import params
 from dflax.models.drafter import Drafter, initial_scale
 from dflax.models.features import default_taps
 from dflax.train import data, trainer
 from dflax.train.drafter import Frozen, Objective, make_loss
-from dflax.train.features import FeatureStore, cache_features, online
+from dflax.train.features import FeatureStore, cache_features, fingerprint, online
 from dflax.train.passes import prepared
 
 
@@ -80,6 +81,14 @@ class DrafterRecipe:
             raise DflaxError("data is empty; name files of the target's responses (dflax distill writes them)")
         if self.block_size < 2:
             raise DflaxError(f"block_size is {self.block_size}; it must be at least 2 (it counts the anchor)")
+        for name in ("layers", "taps", "length", "rows_per_step", "eval_tokens"):
+            if getattr(self, name) < 1:
+                raise DflaxError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        for name in ("draft_vocabulary", "intermediate_size", "soft_labels", "eval_prompts"):
+            if getattr(self, name) < 0:
+                raise DflaxError(f"{name} is {getattr(self, name)}; it must not be negative")
+        if not 0 <= self.held_out < 1:
+            raise DflaxError(f"held_out is {self.held_out}; it is a share, at least 0 and below 1")
 
 
 class _StoredRows:
@@ -109,13 +118,13 @@ def train_drafter(recipe: DrafterRecipe) -> Path:
         )
     mesh = sharding.make_mesh(recipe.train.mesh)
     target = load(recipe.target, dtype=recipe.dtype, mesh=mesh if recipe.train.mesh else None)
-    if target.is_drafter:
-        raise DflaxError(f"{recipe.target} is a drafter itself; target must be the model that verifies")
+    check_target(target)
     packed, held_out = _documents(recipe, target) if recipe.data else (None, [])
     start = load(recipe.init_from) if recipe.init_from else None
     draft_ids = start.draft_ids if start else _draft_ids(recipe, target, packed)
-    config = start.config if start else drafter_config(recipe, target, draft_ids)
-    assert isinstance(config, DrafterConfig)
+    if start:
+        check_fit(target, start)
+    config: DrafterConfig = start.config if start else drafter_config(recipe, target, draft_ids)
     frozen = Frozen.make(target.module.embed_tokens.weight[...], target.module.head, draft_ids)
     drafter = start or fresh(config, frozen, recipe.train.seed, draft_ids)
 
@@ -127,15 +136,14 @@ def train_drafter(recipe: DrafterRecipe) -> Path:
             if packed is not None
             else FeatureStore(recipe.features)
         )
-        if tuple(store.meta["taps"]) != taps or store.meta["soft"] < soft:
-            raise DflaxError(
-                f"the cache {recipe.features} has taps {store.meta['taps']} and {store.meta['soft']} soft labels"
-            )
+        store.check(target, taps, soft, draft_ids)
+        rows = store.meta["data"]
         batches: trainer.Batches = _StoredRows(store, recipe.rows_per_step, seed)
         shared: Any = frozen
         prepare = None
     else:
         assert packed is not None
+        rows = fingerprint(packed.tokens, packed.loss_mask, packed.ctx_start)
         batches = data.batches(packed, recipe.rows_per_step, seed)
         shared = (target.leaves, frozen)
         prepare = online(lambda leaves: prepared(target.merge(leaves)), taps, soft, draft_ids)
@@ -144,15 +152,16 @@ def train_drafter(recipe: DrafterRecipe) -> Path:
     loss = loss_of(recipe, graph, config.block_size, prepare)
 
     def evaluate(leaves: Any, step: int) -> dict[str, float]:
-        as_trained = jax.tree.map(lambda leaf: leaf.astype(recipe.compute), leaves)
+        as_used = jax.tree.map(lambda leaf: leaf.astype(recipe.dtype), leaves)
         return speculate_held_out(
-            recipe, target, dataclasses.replace(drafter, module=params.fill(graph, as_trained)), held_out
+            recipe, target, dataclasses.replace(drafter, module=params.fill(graph, as_used)), held_out
         )
 
     first = params.flatten(graph)
+    identity = _identity(recipe, config) | {"rows": rows, "target_weights": target.fingerprint}
     trained = trainer.fit(
         first, loss, batches, recipe.train, evaluate=evaluate if held_out else None, frozen=shared,
-        mesh=mesh if recipe.train.mesh else None, axes=sharding.axes_of(first), identity=_identity(recipe, config),
+        mesh=mesh if recipe.train.mesh else None, axes=sharding.axes_of(first), identity=identity,
     )  # fmt: skip
     folder = Path(recipe.train.out) / "model"
     if jax.process_index() == 0:
@@ -186,6 +195,8 @@ def fresh(config: DrafterConfig, frozen: Frozen, seed: int, draft_ids: np.ndarra
 def drafter_config(recipe: DrafterRecipe, target: Model, draft_ids: np.ndarray | None) -> DrafterConfig:
     """A drafter shaped like the target's own layers."""
     t = target.config
+    if not recipe.target_layer_ids and recipe.taps > t.num_layers:
+        raise DflaxError(f"taps is {recipe.taps}, but {recipe.target} has {t.num_layers} layers")
     taps = recipe.target_layer_ids or default_taps(t.num_layers, recipe.taps)
     if min(taps) < 0 or max(taps) >= t.num_layers:
         raise DflaxError(f"target_layer_ids {list(taps)} do not fit the target's {t.num_layers} layers")
@@ -216,11 +227,13 @@ def drafter_config(recipe: DrafterRecipe, target: Model, draft_ids: np.ndarray |
 
 def _documents(recipe: DrafterRecipe, target: Model) -> tuple[data.Packed, list[list[int]]]:
     """Packed training rows, and held-out prompts as token ids."""
-    conversations = [data.conversation(row) for source in recipe.data for row in data.read(source)]
+    conversations = [_conversation(recipe, row) for source in recipe.data for row in data.read(source)]
     train, held_out = data.split_held_out(conversations, recipe.held_out)
     if not train:
         raise DflaxError(f"nothing is left to train on: all {len(conversations)} conversations are held out")
-    tokenize = lambda item: data.tokenize(item, target.tokenizer, enable_thinking=recipe.enable_thinking)
+    tokenize = lambda item: data.tokenize(
+        item, target.tokenizer, enable_thinking=recipe.enable_thinking, vocab_size=target.config.vocab_size
+    )
     hidden = not os.isatty(2)
     packed = data.pack((tokenize(item) for item in tqdm(train, desc="tokenize", disable=hidden)), recipe.length)
     prompts = []
@@ -230,6 +243,17 @@ def _documents(recipe: DrafterRecipe, target: Model) -> tuple[data.Packed, list[
         if first > 0 and first + recipe.eval_tokens <= target.config.max_positions:
             prompts.append(document.tokens[:first].tolist())
     return packed, prompts[: recipe.eval_prompts]
+
+
+def _conversation(recipe: DrafterRecipe, located: data.Located) -> data.Conversation:
+    """Refused if it says that its response was written in another thinking mode: the drafter would learn to follow the wrong prompts."""
+    written = located.row.get("thinking", recipe.enable_thinking)
+    if recipe.enable_thinking is not None and written != recipe.enable_thinking:
+        raise DflaxError(
+            f"{located.where}: the response was written with enable_thinking {written}, here it is {recipe.enable_thinking}; "
+            "distill again, or train as it was written"
+        )
+    return data.conversation(located)
 
 
 def _draft_ids(recipe: DrafterRecipe, target: Model, packed: data.Packed | None) -> np.ndarray | None:

@@ -39,9 +39,9 @@ class TrainConfig:
     eps: float = 1e-8
     clip_norm: float = 1.0
     """Gradients are scaled down to this global norm; 0: no clipping."""
+    seed: int = 0
     accumulation: int = 1
     """A batch is cut into this many parts that run one after the other; gradients and metrics are the mean over the parts."""
-    seed: int = 0
     log_every: int = 10
     eval_every: int = 0
     """Steps between calls of `evaluate`; 0: only at the end."""

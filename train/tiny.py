@@ -22,7 +22,7 @@ from dflax.infer import report
 from dflax.infer.generate import generate, speculate
 from dflax.model import Model, load
 from dflax.models import params
-from dflax.train import data, metrics, stories
+from dflax.train import data, finished, metrics, stories
 from dflax.train.language import BUDGET, LanguageRecipe, answer, exact_match, train_language
 from dflax.train.problems import Problem
 from dflax.train.recipe import DrafterRecipe, train_drafter
@@ -79,8 +79,7 @@ def train_tiny(recipe: TinyRecipe) -> Path:
     lap("target")
 
     responses = out / "responses.jsonl.gz"
-    if not responses.exists():
-        write_responses(target, responses, recipe.responses, recipe.batch, language.train.seed)
+    write_responses(target, responses, recipe.responses, recipe.batch, language.train.seed)
     lap("responses")
 
     drafter_recipe = dataclasses.replace(
@@ -109,7 +108,14 @@ def train_tiny(recipe: TinyRecipe) -> Path:
 
 
 def write_responses(target: Model, path: Path, count: int, batch: int, seed: int) -> None:
-    """Greedy answers of the target to the first `count` training problems, as JSON lines {prompt, response_tokens}."""
+    """Greedy answers of the target to the first `count` training problems, as JSON lines {prompt, response_tokens}.
+
+    A file that is there is kept; DflaxError if it was made with other settings or weights, which stand beside it.
+    """
+    settings = {"responses": count, "seed": seed, "target_weights": target.fingerprint}
+    beside = path.with_name("responses.json")
+    if finished.read(beside, settings) is not None and path.exists():
+        return
     rows: list[dict[str, Any]] = []
     for start in tqdm(range(0, count, batch), desc="responses", unit="batch"):
         # Full batches throughout: one compiled program.
@@ -119,6 +125,7 @@ def write_responses(target: Model, path: Path, count: int, batch: int, seed: int
             {"prompt": p.prompt, "response_tokens": t, "temperature": 0.0} for p, t in zip(drawn, tokens, strict=True)
         ]
     data.write_rows(path, rows[:count])
+    report.write_json(beside, {"settings": settings})
 
 
 def measure(

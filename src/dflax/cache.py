@@ -1,8 +1,9 @@
-"""The key/value cache: one stacked array for all layers, one cursor per row, two ways to write, and no third.
+"""The key/value cache: one stacked array for all layers, one cursor per row, two ways to add to it, and no third.
 
 Where acceptance is known (prefill) every layer writes its rows as it goes: `write`. Where it is not (verify), the forward pass
 writes nothing and the accepted rows are committed afterwards: `commit`. Nothing is ever cropped or rolled back: columns at or
-past a row's cursor are stale and invisible. A write past the end is dropped; it never reaches good rows.
+past a row's cursor are stale and invisible. A write past the end is dropped; it never reaches good rows. (A canvas, which has
+no cursor to keep, is replaced whole: `write_all`.)
 """
 
 from dataclasses import dataclass, replace

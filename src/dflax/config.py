@@ -106,7 +106,8 @@ class DrafterConfig:
     block_size: int
     mask_token_id: int
     target_layer_ids: tuple[int, ...]
-    num_target_layers: int
+    num_target_layers: int | None = None
+    """None: the file does not tell."""
     max_positions: int = 40960
     attention_bias: bool = False
     causal: tuple[bool, ...] = ()

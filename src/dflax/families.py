@@ -6,10 +6,10 @@ do not are listed in `hf_keys.IRRELEVANT`. A silent mismatch would show only as 
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from dflax import llada
-from dflax.config import DrafterConfig, ModelConfig, MoEConfig, RopeConfig
+from dflax.config import DrafterConfig, DrafterKind, ModelConfig, MoEConfig, RopeConfig
 from dflax.errors import DflaxError
 from dflax.hf_keys import Keys, TensorRule
 
@@ -60,11 +60,7 @@ def parse(raw: Mapping[str, Any]) -> ModelConfig:
     num_layers = keys.need("num_hidden_layers")
     num_heads = keys.need("num_attention_heads")
     hidden_size = keys.need("hidden_size")
-    num_kv_heads = keys.number("num_key_value_heads", num_heads)
-    if num_heads % num_kv_heads:
-        raise DflaxError(
-            f"config.json: num_attention_heads {num_heads} is no multiple of num_key_value_heads {num_kv_heads}"
-        )
+    num_kv_heads = _kv_heads(keys, num_heads)
     attention_bias = bool(keys.get("attention_bias", False))
     if family.moe:  # Qwen3-Coder spells out what the family does anyway
         keys.only("use_qk_norm", True)
@@ -104,7 +100,10 @@ def parse(raw: Mapping[str, Any]) -> ModelConfig:
 def parse_drafter(raw: Mapping[str, Any]) -> DrafterConfig:
     """config.json of a drafter (z-lab layout; newer files nest block_size and others in dflash_config) -> DrafterConfig."""
     keys = Keys(raw)
-    nested = Keys(keys.get("dflash_config", {}))
+    given = keys.get("dflash_config", {})
+    if not isinstance(given, Mapping):
+        raise DflaxError(f"config.json: dflash_config is {given!r}; it must be an object")
+    nested = Keys(given)
     keys.only("hidden_act", "silu")
     keys.only("partial_rotary_factor", 1.0, 1)
     keys.only("rope_interleaved", False)
@@ -122,6 +121,9 @@ def parse_drafter(raw: Mapping[str, Any]) -> DrafterConfig:
             raise DflaxError(f"config.json of the drafter has no {key!r}, at the top level or in dflash_config")
         return value
 
+    def value(key: str, default: Any, kind: type) -> Any:
+        return Keys({key: either(key)}).number(key, default, kind)
+
     num_layers = keys.need("num_hidden_layers")
     num_heads = keys.need("num_attention_heads")
     hidden_size = keys.need("hidden_size")
@@ -134,13 +136,18 @@ def parse_drafter(raw: Mapping[str, Any]) -> DrafterConfig:
         raise DflaxError(
             f"config.json: block_size is {block_size!r}; it must be an integer of at least 2 (it counts the anchor)"
         )
-    num_target_layers = keys.get("num_target_layers", max(taps) + 1)
-    if max(taps) >= num_target_layers:
+    num_target_layers = keys.number("num_target_layers", None)
+    if num_target_layers is not None and max(taps) >= num_target_layers:
         raise DflaxError(f"config.json: target_layer_ids {taps} do not fit num_target_layers {num_target_layers}")
     vocab_size = keys.need("vocab_size")
     mask_token_id = must("mask_token_id")
-    if not 0 <= mask_token_id < vocab_size:
-        raise DflaxError(f"config.json: mask_token_id {mask_token_id} is outside the vocabulary of {vocab_size}")
+    if type(mask_token_id) is not int or not 0 <= mask_token_id < vocab_size:
+        raise DflaxError(f"config.json: mask_token_id {mask_token_id!r} is outside the vocabulary of {vocab_size}")
+    kind = nested.get("kind", "dflash")
+    if kind not in get_args(DrafterKind):
+        raise DflaxError(
+            f"config.json: dflash_config.kind is {kind!r}; dflax supports {', '.join(get_args(DrafterKind))}"
+        )
     keys.get("tie_word_embeddings")  # the embedding and the head are the target's
     config = DrafterConfig(
         vocab_size=vocab_size,
@@ -148,7 +155,7 @@ def parse_drafter(raw: Mapping[str, Any]) -> DrafterConfig:
         intermediate_size=keys.need("intermediate_size"),
         num_layers=num_layers,
         num_heads=num_heads,
-        num_kv_heads=keys.number("num_key_value_heads", num_heads),
+        num_kv_heads=_kv_heads(keys, num_heads),
         head_dim=_head_dim(keys, hidden_size, num_heads),
         rms_norm_eps=keys.number("rms_norm_eps", 1e-6, float),
         rope=_rope(keys, 1e6),
@@ -160,11 +167,11 @@ def parse_drafter(raw: Mapping[str, Any]) -> DrafterConfig:
         attention_bias=bool(keys.get("attention_bias", False)),
         causal=_causal(keys.get("is_causal"), nested.get("causal"), windows, num_layers),
         windows=windows,
-        input_embedding_scale=float(either("input_embedding_scale", 1.0)),
-        output_multiplier=float(either("output_multiplier", 1.0)),
-        final_logit_softcapping=either("final_logit_softcapping"),
-        draft_vocab_size=either("draft_vocab_size"),
-        kind=nested.get("kind", "dflash"),
+        input_embedding_scale=float(value("input_embedding_scale", 1.0, float)),
+        output_multiplier=float(value("output_multiplier", 1.0, float)),
+        final_logit_softcapping=value("final_logit_softcapping", None, float),
+        draft_vocab_size=value("draft_vocab_size", None, int),
+        kind=kind,
     )
     keys.get("eos_token_id")
     keys.refuse_unknown()
@@ -182,6 +189,15 @@ def _causal(
         if choice is not None:
             return (bool(choice),) * num_layers
     return tuple(w is not None for w in windows) or (False,) * num_layers
+
+
+def _kv_heads(keys: Keys, num_heads: int) -> int:
+    num_kv_heads = keys.number("num_key_value_heads", num_heads)
+    if num_heads % num_kv_heads:
+        raise DflaxError(
+            f"config.json: num_attention_heads {num_heads} is no multiple of num_key_value_heads {num_kv_heads}"
+        )
+    return num_kv_heads
 
 
 def _head_dim(keys: Keys, hidden_size: int, num_heads: int) -> int:
@@ -210,10 +226,10 @@ def _rope(keys: Keys, default_theta: float) -> RopeConfig:
     if kind == "default":
         rope, known = RopeConfig(theta=float(theta)), set()
     elif kind == "linear":
-        rope, known = RopeConfig(float(theta), "linear", float(_part(scaling, "factor"))), {"factor"}
+        rope, known = RopeConfig(float(theta), "linear", _part(scaling, "factor")), {"factor"}
     elif kind == "llama3":
         known = {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
-        factor, low, high = (float(_part(scaling, k)) for k in ("factor", "low_freq_factor", "high_freq_factor"))
+        factor, low, high = (_part(scaling, k) for k in ("factor", "low_freq_factor", "high_freq_factor"))
         rope = RopeConfig(
             float(theta), "llama3", factor, low, high, int(_part(scaling, "original_max_position_embeddings"))
         )
@@ -227,10 +243,11 @@ def _rope(keys: Keys, default_theta: float) -> RopeConfig:
     return rope
 
 
-def _part(scaling: Mapping[str, Any], key: str) -> Any:
-    if key not in scaling:
-        raise DflaxError(f"config.json: rope scaling has no {key!r}")
-    return scaling[key]
+def _part(scaling: Mapping[str, Any], key: str) -> float:
+    value = scaling.get(key)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise DflaxError(f"config.json: {key} of the rope scaling is {value!r}; it must be a number")
+    return float(value)
 
 
 def _windows(keys: Keys, num_layers: int) -> tuple[int | None, ...]:
@@ -342,15 +359,17 @@ def _drafter_out(config: DrafterConfig) -> dict[str, Any]:
         "attention_bias": config.attention_bias,
         "block_size": config.block_size,
         "dflash_config": nested,
-        "num_target_layers": config.num_target_layers,
         "tie_word_embeddings": False,
     }
-    if config.causal != _causal(None, None, config.windows, config.num_layers):
-        if len(set(config.causal)) > 1:
+    if config.num_target_layers is not None:
+        out["num_target_layers"] = config.num_target_layers
+    causal = config.causal or (False,) * config.num_layers
+    if causal != _causal(None, None, config.windows, config.num_layers):
+        if len(set(causal)) > 1:
             raise DflaxError(
                 "a drafter whose layers differ in causality beyond the sliding rule has no config.json form"
             )
-        out["is_causal"] = config.causal[0]
+        out["is_causal"] = causal[0]
     return out
 
 

@@ -23,7 +23,7 @@ from dflax.checkpoint.gguf_file import open_gguf
 from dflax.config import DrafterConfig, ModelConfig, RopeConfig
 from dflax.errors import DflaxError
 from dflax.infer.fit import check_pair
-from dflax.model import DRAFT_VOCABULARY, Model, build, locate
+from dflax.model import Model, build, ignored_tensors, locate
 from dflax.models import params
 from dflax.text import load_tokenizer, stop_token_ids
 
@@ -261,8 +261,7 @@ def _ranges(numbers: list[int]) -> str:
 def _weights(config: ModelConfig | DrafterConfig, source: TensorSource) -> dict[str, Any]:
     """Parameters and memory as the config has them; DflaxError if the tensors are not those."""
     shapes = {path: leaf.shape for path, leaf in params.flatten(_module(config)).items()}
-    tied = ["lm_head.weight"] if isinstance(config, ModelConfig) and config.tie_word_embeddings else []
-    places = match(shapes, families.tensor_rules(config), source, [*tied, DRAFT_VOCABULARY])
+    places = match(shapes, families.tensor_rules(config), source, ignored_tensors(config))
     count = sum(math.prod(shape) for shape in shapes.values())
     row = 2 * config.num_layers * config.num_kv_heads * config.head_dim * 1024
     return {
@@ -322,7 +321,8 @@ def _text(path: Path, raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _wanted(config: DrafterConfig) -> dict[str, int]:
-    return {"vocabulary": config.vocab_size, "hidden size": config.hidden_size, "layers": config.num_target_layers}
+    layers = {} if config.num_target_layers is None else {"layers": config.num_target_layers}
+    return {"vocabulary": config.vocab_size, "hidden size": config.hidden_size, **layers}
 
 
 def _pairs(values: Mapping[str, Any]) -> list[str]:

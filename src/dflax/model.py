@@ -1,6 +1,8 @@
 """`load`: from a path, a hub id or a built-in name to a `Model` that every other part of the library takes."""
 
+import hashlib
 import importlib.util
+import json
 import os
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -28,6 +30,9 @@ ASSETS = Path(__file__).parent / "assets"
 
 DRAFT_VOCABULARY = "d2t"
 """Tensor of a drafter with a reduced vocabulary: target id = draft id + d2t[draft id] (the speculators' convention)."""
+
+TARGET_VOCABULARY = "t2d"
+"""The inverse, which their files hold too: whether a target id is scored. It is not read."""
 
 
 @dataclass(frozen=True)
@@ -90,15 +95,31 @@ class Model:
         treedef = jax.tree.structure(state)
         return lambda leaves: nnx.merge(graphdef, jax.tree.unflatten(treedef, leaves))
 
+    @cached_property
+    def fingerprint(self) -> str:
+        """Tells weights apart: a digest of every array's sum of magnitudes, so that no array comes to the host."""
+        sums = (jnp.sum(jnp.abs(leaf), dtype=jnp.float32) for leaf in self.leaves)
+        return hashlib.sha256(b"".join(np.asarray(total).tobytes() for total in sums)).hexdigest()[:16]
+
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Writes config.json, model.safetensors and the tokenizer, in the layout and names that PyTorch engines read."""
+        """Writes config.json, model.safetensors and the tokenizer, in the layout and names that PyTorch engines read.
+
+        End tokens that neither config.json nor the tokenizer names go into generation_config.json.
+        """
         tensors: dict[str, Any] = named(params.flatten(self.module), families.tensor_rules(self.config))
         if self.draft_ids is not None:
             tensors[DRAFT_VOCABULARY] = self.draft_ids.astype(np.int64) - np.arange(len(self.draft_ids))
         config = families.to_hf(self.config) | {"dtype": str(self.dtype)}
-        huggingface.save(folder, tensors, config)
-        if self.tokenizer is not None:
-            self.tokenizer.save_pretrained(os.fspath(folder))
+        named_anyway = {*stop_token_ids(config, {}, self.tokenizer), *turn_end_ids(self.tokenizer)}
+
+        def write_more(beside: Path) -> None:
+            if self.tokenizer is not None:
+                self.tokenizer.save_pretrained(os.fspath(beside))
+            if set(self.stop_token_ids) - named_anyway:
+                ends = json.dumps({"eos_token_id": list(self.stop_token_ids)}, indent=2)
+                (beside / "generation_config.json").write_text(ends + "\n", encoding="utf-8")
+
+        huggingface.save(folder, tensors, config, write_more)
 
 
 def build(config: ModelConfig | DrafterConfig, rngs: nnx.Rngs) -> nnx.Module:
@@ -140,16 +161,14 @@ def load(
         config = _with_mask(config, mask_token_id)
     abstract = params.abstract(lambda rngs: build(config, rngs))
     shapes = {key: leaf.shape for key, leaf in params.flatten(abstract).items()}
-    ignore = (
-        ["lm_head.weight", "model.transformer.ff_out.weight"] if getattr(config, "tie_word_embeddings", False) else []
-    )
+    ignore = ignored_tensors(config)
     try:
         sharding = None
         if mesh is not None:
             sharding = parameter_sharding(mesh, shapes)
         draft_ids = _draft_ids(config, source)
         rules = families.tensor_rules(config)
-        leaves = fill(shapes, rules, source, dtype, sharding, [*ignore, DRAFT_VOCABULARY], check_finite)
+        leaves = fill(shapes, rules, source, dtype, sharding, ignore, check_finite)
     finally:
         source.close()
     stops = stop_token_ids(raw, generation, tokenizer)
@@ -164,6 +183,13 @@ def load(
         draft_ids=draft_ids,
         raw_config=raw,
     )
+
+
+def ignored_tensors(config: ModelConfig | DrafterConfig) -> tuple[str, ...]:
+    """Names of tensors that a checkpoint may hold without use."""
+    if isinstance(config, DrafterConfig):
+        return DRAFT_VOCABULARY, TARGET_VOCABULARY
+    return ("lm_head.weight", "model.transformer.ff_out.weight") if config.tie_word_embeddings else ()
 
 
 def _with_mask(config: ModelConfig | DrafterConfig, mask_token_id: int) -> ModelConfig:
@@ -231,4 +257,5 @@ def locate(name: str) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=patterns))
     except Exception as error:  # the hub's client raises a whole family of errors: offline, missing, private, ...
-        raise DflaxError(f"cannot get {name!r} from the hub: {' '.join(str(error).split())[:200]}") from error
+        reason = " ".join(str(error).split())[:200]
+        raise DflaxError(f"there is no folder {name}, and the hub does not give it: {reason}") from error

@@ -50,8 +50,9 @@ def test_save_over_a_folder_keeps_its_other_files_and_leaves_nothing_beside(tmp_
     folder = tmp_path / "model"
     huggingface.save(folder, tensors, {"version": 1})
     (folder / "tokenizer.json").write_text("{}")
-    huggingface.save(folder, {"new": np.ones(3, np.float32)}, {"version": 2})
-    assert sorted(os.listdir(folder)) == ["config.json", "model.safetensors", "tokenizer.json"]
+    more = lambda beside: (beside / "more.json").write_text("1")
+    huggingface.save(folder, {"new": np.ones(3, np.float32)}, {"version": 2}, more)
+    assert sorted(os.listdir(folder)) == ["config.json", "model.safetensors", "more.json", "tokenizer.json"]
     assert os.listdir(tmp_path) == ["model"]
     assert huggingface.config(folder) == {"version": 2}
     assert huggingface.SafetensorsSource(folder).names() == ["new"]
@@ -62,6 +63,8 @@ def test_failed_save_leaves_the_old_folder_whole(tmp_path, tensors):
     huggingface.save(folder, tensors, {"version": 1})
     with pytest.raises(TypeError):
         huggingface.save(folder, tensors, {"version": object()})
+    with pytest.raises(ZeroDivisionError):
+        huggingface.save(folder, tensors, {"version": 2}, lambda beside: 1 // 0)
     assert os.listdir(tmp_path) == ["model"]
     assert huggingface.config(folder) == {"version": 1}
 

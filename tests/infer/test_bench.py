@@ -201,6 +201,7 @@ def test_a_whole_run_and_a_killed_one(case, config, tmp_path, capsys):
 def test_another_experiment_in_the_same_folder_is_refused(config, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out/settings.json").write_text(json.dumps({"max_new_tokens": 99}))
+    (tmp_path / "out/samples.jsonl").write_text("{}\n")
     with pytest.raises(DflaxError, match="was begun with"):
         bench.run(config)
     for changes, message in [
@@ -208,9 +209,11 @@ def test_another_experiment_in_the_same_folder_is_refused(config, tmp_path):
         ({"limit": 0}, "limit is 0"),
         ({"data": ("gsm8k",)}, "NAME=FILE"),
         ({"block_sizes": (9,), "out": str(tmp_path / "other")}, "block_size is 9"),
+        ({"baseline": str(tmp_path / "none.json"), "out": str(tmp_path / "other")}, "cannot read the baseline"),
     ]:
         with pytest.raises(DflaxError, match=message):
             bench.run(replace(config, **changes))
+    assert not (tmp_path / "other").exists()
 
 
 def test_prompts_for_the_baseline(config, tmp_path):

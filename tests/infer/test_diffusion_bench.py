@@ -271,6 +271,9 @@ def test_another_experiment_in_the_same_folder_is_refused(config, ran, model, tm
         diffusion_bench.run(
             dataclasses.replace(config, controllers=(str(other),), methods=("tspd",), out=str(tmp_path / "new"))
         )
+    with pytest.raises(DflaxError, match="maps names threshold:0, which are not measured"):
+        diffusion_bench.run(dataclasses.replace(config, maps=("threshold:0",), out=str(tmp_path / "unmeasured")))
+    assert not (tmp_path / "unmeasured" / "calls.jsonl").read_text()
 
 
 @pytest.mark.parametrize(

@@ -85,6 +85,9 @@ def test_block_size_one_and_auto(models):
         assert out.tokens == plain.tokens
     assert set(out.stats.block_sizes) <= set(auto_sizes(4)) == {2, 3, 4}
     assert sum(out.stats.block_sizes.values()) == max(out.stats.rounds)
+    # Rounds of all sizes count alike, and only a row's last one can have been cut.
+    committed, rounds = sum(map(sum, out.acceptance_lengths)), sum(map(len, out.acceptance_lengths))
+    assert committed / rounds <= out.stats.acceptance_length <= (committed + 3 * len(PROMPTS)) / rounds
     assert auto_sizes(16) == (2, 4, 6, 8, 16)
     assert auto_sizes(1) == (1,)
 
@@ -339,6 +342,7 @@ def test_a_drafter_that_does_not_fit(models, fault):
         (lambda t, d: dflax.generate(t, PROMPTS, 4, stop_token_ids=[9]), "stop id 9"),
         (lambda t, d: dflax.stream(t, d, PROMPTS, 4, rounds_per_call=0), "rounds_per_call is 0"),
         (lambda t, d: dflax.stream(t, d, [[]], 4), "the prompt is empty"),
+        (lambda t, d: dflax.stream(t, d, PROMPTS, 4, block_size="auto"), "give stream a number"),
     ],
 )  # fmt: skip
 def test_impossible_requests(models, call, message):

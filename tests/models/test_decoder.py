@@ -36,7 +36,7 @@ def test_prefill_in_chunks_then_one_token_at_a_time(name):
     module, ids = model.module, case.expected["generated_ids"]
     prompt = case.expected["input_ids"].shape[1]
     cache = KVCache.empty(model.config, 1, ids.shape[1] + 8, jnp.float32)
-    write, read = jax.jit(lambda m, t, c, n: m.write(t, c, n)), jax.jit(lambda m, t, c: m.read(t, c))
+    write = jax.jit(lambda m, t, c, n: m.write(t, c, n))
     chunk = 16
     for start in range(0, prompt - 1, chunk):
         part = np.zeros((1, chunk), np.int32)
@@ -44,11 +44,17 @@ def test_prefill_in_chunks_then_one_token_at_a_time(name):
         part[0, :live] = ids[0, start : start + live]
         _, cache = write(module, jnp.asarray(part), cache, jnp.asarray([live]))
     assert int(cache.length[0]) == prompt - 1
+
+    @jax.jit
+    def step(module, token, cache):
+        block = module.read(token, cache)
+        cache = cache.commit(block.k, block.v, jnp.zeros((1, 1), jnp.int32), jnp.ones((1,), jnp.int32))
+        return module.logits(block.hidden)[0, 0], cache
+
     steps = []
     for position in range(prompt - 1, ids.shape[1] - 1):
-        block = read(module, jnp.asarray(ids[:, position : position + 1]), cache)
-        steps.append(np.asarray(module.logits(block.hidden))[0, 0])
-        cache = cache.commit(block.k, block.v, jnp.zeros((1, 1), jnp.int32), jnp.ones((1,), jnp.int32))
+        logits, cache = step(module, jnp.asarray(ids[:, position : position + 1]), cache)
+        steps.append(np.asarray(logits))
     case.check("step_logits_first4", np.stack(steps[:4]))
     case.check("step_top1_logit", np.stack(steps).max(-1))
     np.testing.assert_array_equal(np.stack(steps).argmax(-1), ids[0, prompt:])

@@ -17,38 +17,50 @@ from dflax.models.features import default_taps
 from tests.golden import load_case
 
 
+@jax.jit
+def extended(module, cache, features):
+    """The cache with the keys and values of further context."""
+    fused = module.fuse(features)
+    k, v = module.context(jnp.zeros_like(fused), fused, cache)
+    n = features.shape[1]
+    return cache.commit(k, v, jnp.arange(n, dtype=jnp.int32)[None], jnp.asarray([n], jnp.int32))
+
+
+@jax.jit
+def block_of(module, cache, embedded, anchors):
+    return module.block(embedded, jnp.zeros((*embedded.shape[:2], embedded.shape[-1])), cache, anchors)
+
+
+@jax.jit
+def logits_of(module, hidden, head):
+    return module.logits(hidden, head)
+
+
 def context_cache(drafter, features, lengths):
     """Context keys and values written piece by piece, one piece per round."""
-    config, module = drafter.config, drafter.module
-    cache = KVCache.empty(config, 1, features.shape[1] + 4, jnp.float32)
-    start = 0
-    for stop in lengths:
-        fused = module.fuse(jnp.asarray(features[:, start:stop]))
-        k, v = module.context(jnp.zeros_like(fused), fused, cache)
-        n = stop - start
-        cache = cache.commit(k, v, jnp.arange(n, dtype=jnp.int32)[None], jnp.asarray([n], jnp.int32))
-        start = stop
+    cache = KVCache.empty(drafter.config, 1, features.shape[1] + 4, jnp.float32)
+    for start, stop in zip([0, *lengths], lengths, strict=False):
+        cache = extended(drafter.module, cache, jnp.asarray(features[:, start:stop]))
         yield cache
 
 
 def run_block(drafter, case, cache, ids, anchor):
     embedded = jnp.take(jnp.asarray(case.expected["embed_tokens"]), jnp.asarray(ids), axis=0)[:, None]
-    last = jnp.zeros((1, 1, embedded.shape[-1]))
-    return drafter.module.block(embedded, last, cache, jnp.asarray([[anchor]], jnp.int32))[:, 0]
+    return block_of(drafter.module, cache, embedded, jnp.asarray([[anchor]], jnp.int32))[:, 0]
 
 
 def test_three_rounds():
     case = load_case("dflash_drafter")
     drafter = dflax.load(case.folder / "drafter")
     want = case.expected
-    case.check("fused_context", drafter.module.fuse(jnp.asarray(want["target_features"])))
+    case.check("fused_context", jax.jit(drafter.module.fuse)(jnp.asarray(want["target_features"])))
     for i, cache in enumerate(context_cache(drafter, want["target_features"], want["context_lengths"])):
         ids = want[f"round{i}_block_ids"]
         mask = drafter.config.mask_token_id
         np.testing.assert_array_equal(greedy_block(jnp.asarray(ids[:, :1]), mask, ids.shape[1])[0], ids)
         hidden = run_block(drafter, case, cache, ids, want["context_lengths"][i])
         case.check(f"round{i}_hidden", hidden)
-        logits = drafter.module.logits(hidden, jnp.asarray(want["lm_head"]))
+        logits = logits_of(drafter.module, hidden, jnp.asarray(want["lm_head"]))
         case.check(f"round{i}_logits", logits)
         case.check(f"round{i}_draft_tokens", logits[:, 1:].argmax(-1))
         if i == 0:
@@ -63,7 +75,7 @@ def test_sliding_layers(kind):
     for i, cache in enumerate(context_cache(drafter, want["target_features"], want["context_lengths"])):
         hidden = run_block(drafter, case, cache, want[f"round{i}_block_ids"], want["context_lengths"][i])
         case.check(f"{kind}_round{i}_hidden", hidden)
-        logits = drafter.module.logits(hidden, jnp.asarray(want["lm_head"]))
+        logits = logits_of(drafter.module, hidden, jnp.asarray(want["lm_head"]))
         case.check(f"{kind}_round{i}_draft_tokens", logits[:, 1:].argmax(-1))
 
 
@@ -99,7 +111,7 @@ def test_what_stands_at_or_after_the_anchor_changes_nothing():
 
     def run(features, embedded):
         (cache,) = context_cache(drafter, features, [features.shape[1]])
-        return np.asarray(drafter.module.block(embedded, jnp.zeros((1, 3, embedded.shape[-1])), cache, anchors))
+        return np.asarray(block_of(drafter.module, cache, embedded, anchors))
 
     before = run(features, embedded)
     features[:, 11:] += 1.0

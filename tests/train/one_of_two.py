@@ -1,5 +1,5 @@
 """Run by test_processes.py, twice at a time: one of two processes with two CPU devices each that train a small network together, and then
-speculate as the evaluation of a drafter does."""
+speculate, if told to, as the evaluation of a drafter does."""
 
 import sys
 import time
@@ -48,7 +48,7 @@ def speculated(mesh: str) -> np.ndarray:
     return np.asarray(dflax.speculate(target, drafter, [[5, 6, 7, 8]] * 4, max_new_tokens=8, stop_token_ids=[]).tokens)
 
 
-def main(distributed: str, mesh: str, out: str, pause: str) -> None:
+def main(distributed: str, mesh: str, out: str, pause: str, then: str) -> None:
     processes.join(distributed)
     chance = np.random.default_rng(0)
     params = {"a": chance.normal(size=(8, 12)).astype(np.float32), "b": chance.normal(size=(12, 6)).astype(np.float32)}
@@ -58,7 +58,9 @@ def main(distributed: str, mesh: str, out: str, pause: str) -> None:
     )  # fmt: skip
     evaluate = lambda params, step: {"distance": float(distance(params))}
     trained = fit(params, loss_fn, Data(float(pause)), config, evaluate=evaluate)
-    arrays: dict[str, Any] = {name: np.asarray(leaf) for name, leaf in trained.items()} | {"tokens": speculated(mesh)}
+    arrays: dict[str, Any] = {name: np.asarray(leaf) for name, leaf in trained.items()}
+    if then == "speculate":
+        arrays["tokens"] = speculated(mesh)
     np.savez(f"{out}/trained-{jax.process_index()}.npz", **arrays)
 
 

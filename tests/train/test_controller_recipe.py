@@ -88,6 +88,9 @@ def test_impossible_recipes(made, capsys):
     assert "holds traces with block_length = 8, these have 16" in capsys.readouterr().err
     with pytest.raises(DflaxError, match="give prompts by data, or a number of stories"):
         ControllerRecipe(model="m")
+    for wrong in ({"layers": 0}, {"hidden_size": 0}, {"features": ("colour",)}):  # before anything is recorded
+        with pytest.raises(DflaxError, match=next(iter(wrong))):
+            ControllerRecipe(model="m", stories=1, **wrong)
     with pytest.raises(DflaxError, match="z of the look-ahead is -1"):
         ControllerRecipe(model="m", stories=1, z=-1.0)
     assert np.isclose(ControllerRecipe(model="m", stories=1, z=1.0).look_ahead.z, 1)

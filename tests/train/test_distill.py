@@ -63,6 +63,7 @@ def test_answers_are_those_of_plain_decoding(config, target, case, tmp_path):
     assert {key: rows[0][key] for key in ("source", "temperature", "seed", "model", "thinking")} == {
         "source": "mine", "temperature": 0.0, "seed": 0, "model": config.target, "thinking": None
     }  # fmt: skip
+    assert [row["prompt_tokens"] for row in rows] == given
     # A drafter, other slots: the same answers. And the trainer reads them.
     fast = replace(config, drafter=str(case.folder / "drafter_fitted"), slots=4, out=str(tmp_path / "fast"))
     assert rows_of(distill.run(fast)) == rows
@@ -107,6 +108,15 @@ def test_refill_compiles_nothing_and_says_what_does_not_fit(target):
     assert slots.free == 2
     with pytest.raises(DflaxError, match="a slot holds 128"):
         slots.admit(Request((1, 2, 3), 0, 126))
+    most = target.config.max_positions
+    with pytest.raises(DflaxError, match=f"a slot holds {most}"):
+        Slots(target, None, 2, most + 512).admit(Request((1, 2, 3), 0, most - 2))
+
+
+def test_answers_that_would_pass_the_last_position(config, target, tmp_path):
+    with pytest.raises(DflaxError, match=r"the longest prompt has 13 tokens .* has \d+ positions"):
+        distill.run(replace(config, max_new_tokens=target.config.max_positions - 12))
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ def test_loss_accuracy_and_gradients(layers, kind):
     def loss(leaves):
         return objective(params.fill(drafter.module, leaves), frozen, golden_rows(case), anchors, keep, 6, KINDS[kind])
 
-    (value, metrics), gradients = jax.value_and_grad(loss, has_aux=True)(params.flatten(drafter.module))
+    (value, metrics), gradients = jax.jit(jax.value_and_grad(loss, has_aux=True))(params.flatten(drafter.module))
     np.testing.assert_allclose(value, want[f"{layers}_{kind}_loss"], rtol=1e-4)
     np.testing.assert_allclose(metrics["accuracy"], want[f"{layers}_{kind}_accuracy"], rtol=1e-5)
     norms = [np.linalg.norm(np.asarray(gradients[str(name)], np.float64)) for name in want["grad_names"]]

@@ -20,23 +20,25 @@ from tests.train.one_of_two import STEPS
 MESH = "data=2,fsdp=2"
 
 
-def start(out: Path, pause: float, index: int | None, port: int = 0, devices: int = 2) -> subprocess.Popen:
+def start(
+    out: Path, pause: float, index: int | None, port: int = 0, devices: int = 2, then: str = ""
+) -> subprocess.Popen:
     environment = os.environ | {
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0",
         "JAX_PLATFORMS": "cpu",
         "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
         "PYTHONPATH": str(Path(__file__).parents[2]),
     }
     distributed = "" if index is None else f"127.0.0.1:{port},2,{index}"
-    command = [sys.executable, "-m", "tests.train.one_of_two", distributed, MESH, str(out), str(pause)]
+    command = [sys.executable, "-m", "tests.train.one_of_two", distributed, MESH, str(out), str(pause), then]
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def pair(out: Path, pause: float) -> list[subprocess.Popen]:
+def pair(out: Path, pause: float, then: str = "") -> list[subprocess.Popen]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    return [start(out, pause, index, port) for index in (0, 1)]
+    return [start(out, pause, index, port, then=then) for index in (0, 1)]
 
 
 def end(*running: subprocess.Popen) -> None:
@@ -55,7 +57,7 @@ def curve(out: Path) -> list[float]:
 
 def test_one_of_two_is_killed_and_the_curve_is_unbroken(tmp_path):
     alone, together = tmp_path / "alone", tmp_path / "together"
-    single = start(alone, 0.0, None, devices=4)
+    single = start(alone, 0.0, None, devices=4, then="speculate")
     running = pair(together, 0.4)
     waited = time.monotonic() + 240
     while not (together / "checkpoints" / "4" / "commit_success.txt").exists():
@@ -67,7 +69,7 @@ def test_one_of_two_is_killed_and_the_curve_is_unbroken(tmp_path):
         process.kill()
         process.communicate()
     assert not (together / "checkpoints" / str(STEPS)).exists()
-    end(single, *pair(together, 0.0))
+    end(single, *pair(together, 0.0, then="speculate"))
     np.testing.assert_allclose(curve(together), curve(alone), rtol=1e-5)
     kept = [{int(path.name) for path in (out / "checkpoints").iterdir()} for out in (alone, together)]
     assert kept[0] == kept[1] == {4, 10, 12}  # the best, which is the first evaluated, and the last two

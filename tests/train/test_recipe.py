@@ -1,5 +1,6 @@
 """The whole way: responses -> trained drafter -> folder -> speculation; features cached and online are the same training."""
 
+import dataclasses
 import json
 
 import jax
@@ -14,6 +15,8 @@ from dflax.train.features import FeatureStore
 from dflax.train.recipe import DrafterRecipe, train_drafter
 from dflax.train.trainer import TrainConfig
 from tests.golden import load_case
+
+TARGET = load_case("dflash_generate").folder / "target"
 
 
 @pytest.fixture(scope="module")
@@ -35,14 +38,14 @@ def recipe(setting, out, steps=30, **changes):
     train = TrainConfig(steps=steps, learning_rate=3e-3, log_every=5, checkpoint_every=10, out=str(out))
     fields = {
         "target": str(target), "data": (str(path),), "block_size": 4, "layers": 1, "taps": 2, "mask_token_id": 0, "length": 64,
-        "rows_per_step": 2, "held_out": 0.2, "eval_prompts": 3, "eval_tokens": 16, "soft_labels": 4, "train": train,
+        "rows_per_step": 2, "held_out": 0.2, "eval_prompts": 0, "eval_tokens": 16, "soft_labels": 4, "train": train,
         "objective": Objective(anchors=8, labels="soft", chunk=4),
     }  # fmt: skip
     return DrafterRecipe(**(fields | changes))
 
 
 def test_learns_and_is_lossless(setting, tmp_path):
-    folder = train_drafter(recipe(setting, tmp_path / "run", steps=60))
+    folder = train_drafter(recipe(setting, tmp_path / "run", steps=60, eval_prompts=3))
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     losses = [line["loss"] for line in lines if "loss" in line]
     assert losses[-1] < 0.8 * losses[0]
@@ -73,6 +76,14 @@ def test_cached_features_train_as_online_ones(setting, tmp_path):
     for name in want:
         np.testing.assert_array_equal(got[name], want[name], err_msg=name)
     assert len(FeatureStore(cache)) > 1
+    stranger = dflax.load(setting[0])
+    leaves = params.flatten(stranger.module)
+    leaves["norm.weight"] = leaves["norm.weight"] * 2
+    dataclasses.replace(stranger, module=params.fill(stranger.module, leaves)).save(tmp_path / "stranger")
+    with pytest.raises(DflaxError, match=r"has target_weights .*; use another folder"):
+        train_drafter(
+            recipe(setting, tmp_path / "more", steps=3, data=(), features=cache, target=str(tmp_path / "stranger"))
+        )
 
 
 def test_a_draft_vocabulary_travels_with_the_weights(setting, tmp_path):
@@ -118,8 +129,46 @@ def test_several_processes_cannot_make_one_cache(setting, tmp_path, monkeypatch)
         ({"draft_vocabulary": 10**6}, "draft_vocabulary"),
         ({"block_size": 1}, "block_size"),
         ({"target": ""}, "target"),
+        ({"layers": 0}, "layers is 0"),
+        ({"taps": 0}, "taps is 0"),
+        ({"taps": 99}, "taps is 99, but .* has 6 layers"),
+        ({"length": 0}, "length is 0"),
+        ({"eval_tokens": 0}, "eval_tokens is 0"),
+        ({"held_out": 1.0}, "held_out is 1"),
+        ({"init_from": str(TARGET)}, "is no drafter"),
+        ({"init_from": str(load_case("dflash_drafter_sliding").folder / "drafter_causal")}, "does not fit target"),
+        ({"target": str(load_case("dflash_generate").folder / "drafter")}, "is a drafter"),
+        ({"target": str(load_case("llada").folder / "model")}, "is a diffusion language model"),
     ],
 )
 def test_impossible_recipes(setting, tmp_path, change, says):
     with pytest.raises(DflaxError, match=says):
         train_drafter(recipe(setting, tmp_path / "run", **change))
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ({"response_tokens": [1, 10**6]}, "responses.jsonl:1: token id 1000000 is outside the model's vocabulary"),
+        ({"response_tokens": [1, 2], "thinking": None}, "responses.jsonl:1: the response was written with enable_thinking None"),
+        ({"response_tokens": [1, 2], "thinking": True}, "responses.jsonl:1: the response was written with enable_thinking True"),
+    ],
+)  # fmt: skip
+def test_responses_that_do_not_fit(setting, tmp_path, row, says):
+    path = tmp_path / "responses.jsonl"
+    path.write_text(json.dumps({"prompt_tokens": [1, 2], **row}) + "\n")
+    with pytest.raises(DflaxError, match=says):
+        train_drafter(recipe(setting, tmp_path / "run", data=(str(path),), held_out=0.0, enable_thinking=False))
+
+
+def test_a_target_of_another_dtype_and_a_run_that_is_bound_to_its_data(setting, tmp_path):
+    """Evaluation takes the drafter as it will be used; whoever changes the responses in their place does not go on with the run."""
+    path = tmp_path / "responses.jsonl"
+    path.write_text(setting[1].read_text())
+    settings = recipe(setting, tmp_path / "run", steps=2, data=(str(path),), dtype="bfloat16", eval_prompts=2)
+    train_drafter(settings)
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert any("eval/acceptance_length" in row for row in rows)
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
+    with pytest.raises(DflaxError, match="holds a run with rows = "):
+        train_drafter(settings)

@@ -55,6 +55,9 @@ def test_the_command_leaves_two_models_their_cards_and_the_figures(pair):
     assert f"{result['acceptance_length']:.2f}" in (out / "arith-dflash" / "README.md").read_text()
     assert "python -m dflax train tiny" in (out / "arith" / "README.md").read_text()
     assert len((out / "responses.jsonl.gz").read_bytes()) > 0
+    tiny.write_responses(target, out / "responses.jsonl.gz", 6, 3, seed=0)  # kept as they are
+    with pytest.raises(DflaxError, match=r"responses.json was made with other settings \(responses\)"):
+        tiny.write_responses(target, out / "responses.jsonl.gz", 7, 3, seed=0)
 
 
 def test_ablations_skip_what_is_done_refuse_other_settings_and_name_what_was_not_run(pair, tmp_path, monkeypatch):

@@ -192,7 +192,7 @@ def _rope_scaling(file: GGUFFile, architecture: str, theta: float, head_dim: int
     if kind == "none":
         return None
     if kind == "linear":
-        return {"rope_type": "linear", "factor": file.metadata[f"{architecture}.rope.scaling.factor"]}
+        return {"rope_type": "linear", "factor": file.metadata.get(f"{architecture}.rope.scaling.factor")}
     raise DflaxError(
         f"{file.path}: {architecture}.rope.scaling.type is {kind!r}; dflax supports none, linear and the scaling of Llama 3"
     )

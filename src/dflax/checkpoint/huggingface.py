@@ -6,7 +6,7 @@ This is the interchange format both ways: what is written here loads in the PyTo
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -85,12 +85,15 @@ def generation_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def save(
-    folder: str | os.PathLike[str], tensors: Mapping[str, np.ndarray | jax.Array], hf_config: Mapping[str, Any]
+    folder: str | os.PathLike[str],
+    tensors: Mapping[str, np.ndarray | jax.Array],
+    hf_config: Mapping[str, Any],
+    write_more: Callable[[Path], object] = lambda folder: None,
 ) -> None:
     """Writes config.json and model.safetensors; whoever looks finds the old files or the new, never half of one.
 
     Everything is written beside its place and renamed: a new folder in one step, an existing folder (whose other files stay)
-    file by file, weights first.
+    file by file, weights first. write_more: puts further files (of a tokenizer, say) into the folder that it is given.
     """
     folder = Path(folder)
     beside = folder.parent / f".{folder.name}.{os.getpid()}.partial"
@@ -103,10 +106,12 @@ def save(
             save_file(host, beside / SINGLE, metadata={"format": "pt"})  # "pt": the PyTorch readers insist on the mark
             (beside / "config.json").write_text(json.dumps(dict(hf_config), indent=2) + "\n", encoding="utf-8")
             shutil.copymode(beside / "config.json", beside / SINGLE)  # safetensors makes files for their owner only
-            for name in (SINGLE, "config.json"):
+            write_more(beside)
+            written = sorted(path.name for path in beside.iterdir())
+            for name in written:
                 _sync(beside / name)
             if folder.exists():
-                for name in (SINGLE, "config.json"):
+                for name in sorted(written, key=lambda name: name != SINGLE):
                     os.replace(beside / name, folder / name)
             else:
                 os.rename(beside, folder)

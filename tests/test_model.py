@@ -1,0 +1,64 @@
+"""A model in memory and as a folder: the way out and in again, whole or not at all, and what tells weights apart."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import dflax
+from dflax.models import params
+from dflax.train import stories
+from tests.golden import load_case
+from tests.infer.tiny import random_model, target_config
+
+
+@pytest.fixture
+def model():
+    words = stories.tokenizer()
+    return random_model(target_config(vocab_size=len(words)), 1, tokenizer=words, stop_token_ids=(2, 7, 9))
+
+
+def test_a_saved_model_stops_where_it_stopped(model, tmp_path):
+    """Tokens that neither config.json nor the tokenizer names, as Qwen3 has, are in generation_config.json."""
+    model.save(tmp_path / "model")
+    again = dflax.load(tmp_path / "model")
+    assert again.stop_token_ids == (2, 7, 9)
+    assert again.fingerprint == model.fingerprint
+    again.save(tmp_path / "model")  # over itself
+    assert dflax.load(tmp_path / "model").stop_token_ids == (2, 7, 9)
+    plain = dataclasses.replace(model, stop_token_ids=(model.tokenizer.eos_token_id,))
+    plain.save(tmp_path / "plain")
+    assert not (tmp_path / "plain" / "generation_config.json").exists()
+
+
+def test_a_tokenizer_that_cannot_be_written_leaves_no_folder(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(model.tokenizer, "save_pretrained", lambda folder: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        model.save(tmp_path / "model")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_fingerprint_tells_weights_apart():
+    folder = load_case("dflash_generate").folder / "target"
+    one = dflax.load(folder)
+    assert one.fingerprint == dflax.load(folder).fingerprint
+    leaves = params.flatten(one.module)
+    leaves["norm.weight"] = leaves["norm.weight"].at[0].add(jnp.float32(1e-3))
+    other = dataclasses.replace(one, module=params.fill(one.module, leaves))
+    assert other.fingerprint != one.fingerprint
+
+
+def test_the_inverse_of_a_draft_vocabulary_is_not_needed(tmp_path):
+    """Speculators' drafters hold t2d beside d2t."""
+    from safetensors.numpy import load_file, save_file
+
+    from tests.infer.tiny import VOCAB, drafter_config
+
+    config = drafter_config(target_config(), draft_vocab_size=3)
+    drafter = random_model(config, 1, draft_ids=np.array([1, 2, 5], np.int32))
+    drafter.save(tmp_path / "drafter")
+    file = tmp_path / "drafter" / "model.safetensors"
+    tensors = load_file(file) | {"t2d": np.isin(np.arange(VOCAB), [1, 2, 5])}
+    save_file(tensors, file)
+    assert dflax.load(tmp_path / "drafter").draft_ids.tolist() == [1, 2, 5]
