@@ -11,14 +11,16 @@ import pytest
 from flax import nnx
 
 import dflax
-from dflax import cli, controllers
+from dflax import cli, configs, controllers
 from dflax.config import ControllerConfig
 from dflax.errors import DflaxError
 from dflax.infer import diffusion_bench, diffusion_summary, report, tasks
 from dflax.infer.diffusion_bench import DiffusionBenchConfig
+from dflax.infer.methods import parse
 from dflax.infer.policies import Threshold
 from dflax.models.controller import Controller
 from dflax.train import stories
+from dflax.train.controller_recipe import ControllerRecipe
 from tests.infer.tiny_diffusion import counting_model
 
 # --- figures
@@ -291,6 +293,20 @@ def test_another_experiment_in_the_same_folder_is_refused(config, ran, model, tm
 def test_impossible_settings(config, changes, words):
     with pytest.raises(DflaxError, match=words):
         dataclasses.replace(config, **changes)
+
+
+@pytest.mark.parametrize("name", ["arith-llada", "llada-8b", "dream-7b", "llada-moe"])
+def test_presets_are_whole(name):
+    preset = configs.build(diffusion_bench.DiffusionBenchConfig, configs.load(f"{name}-bench"), name)
+    given = {} if name == "arith-llada" else {"data": ["prompts.jsonl"]}  # what else a user has to name
+    trained = configs.build(ControllerRecipe, configs.load(f"{name}-controller") | given, name)
+    assert preset.models == (trained.model,)
+    assert preset.block_length == trained.block_length
+    assert trained.gen_length in preset.gen_lengths
+    if preset.controllers:
+        assert preset.controllers == (trained.out,)
+    plain = [method for method in preset.methods if not method.startswith(("tspd", "learn2pd")) and "+ce" not in method]
+    assert len(parse(plain, name)) > len(plain)  # all are known, and plain decoding is with them
 
 
 def test_the_command(config, ran, model, tmp_path, capsys):
