@@ -31,7 +31,9 @@ LONGEST_ANSWER = 63
 """Tokens of an answer, without its end token."""
 STEPS = (4, 5)
 """How many computations an answer takes."""
-LARGEST = 199
+AMOUNTS = range(10, 100)
+"""What somebody has: always two digits. Else a model that writes in any order has to guess how long a result will be before it computes it,
+for where the words behind it stand depends on that."""
 
 WEIGHTS = {2: (6, 4), 3: (5, 3, 2), 4: (4, 3, 2, 1)}
 """Of synonyms, by their number."""
@@ -59,25 +61,29 @@ class Sentence:
         return tuple(EQUATION.findall(step)[0] for step in self.steps)
 
 
-EQUATION = re.compile(r"\{?(\w)\}? ([-+*/]) \{?(\w)\}? = \{(\w)\}")
+IS = "(=|is|makes)"
+EQUATION = re.compile(rf"\{{?(\w)\}}? ([-+*/]) \{{?(\w)\}}? {re.escape(IS)} \{{(\w)\}}")
 CHOICE = re.compile(r"\(([^()]+)\)")
 
-ADD = "(Then|So|Now|Next) {N} (has|owns|holds) {t} + {p} = {u} (@|things)."
-TAKE = "(So|Then|Now|Next) {t} - {p} = {u} (@|things) are (left|over)."
-HOLD = "(The|All|Those) {C} (hold|contain) {x} * {y} = {p} (@|things)."
+ADD = "(Then|So|Now|Next) {N} (has|owns|holds) {t} + {p} (=|is|makes) {u} (@|things)."
+TAKE = "(So|Then|Now|Next) {t} - {p} (=|is|makes) {u} (@|things) (are|stay|remain) (left|over)."
+HOLD = "(The|All|Those) {C} (hold|contain) {x} * {y} (=|is|makes) {p} (@|things)."
 START = "{N} has {a} {I}."
 OTHER = "{K} has {b} {I}."
 
 EVENTS = (
     Sentence("{N} buys {x} {C} of {y} {I}.", (HOLD, ADD)),
     Sentence(
-        "{N} makes {x} {I} each day for {y} days.", ("In {y} days {N} (makes|gets) {x} * {y} = {p} (@|things).", ADD)
+        "{N} makes {x} {I} each day for {y} days.",
+        ("In {y} days {N} (makes|gets) {x} * {y} (=|is|makes) {p} (@|things).", ADD),
     ),
     Sentence(
-        "{x} friends give {N} {y} {I} each.", ("(The|All|Those) friends (give|bring) {x} * {y} = {p} (@|things).", ADD)
+        "{x} friends give {N} {y} {I} each.",
+        ("(The|All|Those) friends (give|bring) {x} * {y} (=|is|makes) {p} (@|things).", ADD),
     ),
     Sentence(
-        "{N} loses {x} {I} each day for {y} days.", ("In {y} days {N} (loses|drops) {x} * {y} = {p} (@|things).", TAKE)
+        "{N} loses {x} {I} each day for {y} days.",
+        ("In {y} days {N} (loses|drops) {x} * {y} (=|is|makes) {p} (@|things).", TAKE),
     ),
     Sentence("{N} gives {M} {x} {C} of {y} {I}.", (HOLD, TAKE)),
     Sentence("{N} finds {b} {I}.", (ADD.replace("{p}", "{b}"),)),
@@ -85,18 +91,22 @@ EVENTS = (
     Sentence("{N} gives {M} {b} {I}.", (TAKE.replace("{p}", "{b}"),)),
     Sentence("{N} loses {b} {I}.", (TAKE.replace("{p}", "{b}"),)),
     Sentence("{N} sells {x} {I}.", (TAKE.replace("{p}", "{x}"),)),
-    Sentence("{N} gives {M} half.", ("(So|Then|Now|Next) {t} / 2 = {u} (@|things) are (left|over).",)),
+    Sentence(
+        "{N} gives {M} half.",
+        ("(So|Then|Now|Next) {t} / 2 (=|is|makes) {u} (@|things) (are|stay|remain) (left|over).",),
+    ),
 )
 
 # The last two compare with what K had from the start.
 QUESTIONS = (
     Sentence("How many {I} does {N} have now?", ()),
     Sentence(
-        "How many more {I} does {N} have than {K}?", ("{N} (has|owns|holds) {t} - {k} = {u} more (@|things) than {K}.",)
+        "How many more {I} does {N} have than {K}?",
+        ("{N} (has|owns|holds) {t} - {k} (=|is|makes) {u} more (@|things) than {K}.",),
     ),
     Sentence(
         "How many {I} do {N} and {K} have in all?",
-        ("(Both|They) (have|own|hold) {t} + {k} = {u} (@|things) in (all|total).",),
+        ("(Both|They) (have|own|hold) {t} + {k} (=|is|makes) {u} (@|things) in (all|total).",),
     ),
 )
 
@@ -181,7 +191,7 @@ class _Worked:
 
 
 def _work(skeleton: Skeleton, chance: random.Random) -> _Worked | None:
-    """Numbers for a story; None where one would be too large, too small or no whole number."""
+    """Numbers for a story; None where somebody would have too much, too little or no whole number."""
     first = {"t": chance.choice(LARGE), "k": chance.choice(LARGE)}
     amount, numbers, every = first["t"], [*first.values()][: len(skeleton.opening)], []
     for sentence in skeleton.sentences:
@@ -192,7 +202,7 @@ def _work(skeleton: Skeleton, chance: random.Random) -> _Worked | None:
         for left, sign, right, name in sentence.equations:
             a, b = (int(side) if side.isdigit() else values[side] for side in (left, right))
             result = compute(a, sign, b)
-            if result is None or not 2 <= result <= LARGEST:
+            if result is None or (name == "u" and result not in AMOUNTS):
                 return None
             values[name] = result
         amount = values.get("u", amount)

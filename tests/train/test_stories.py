@@ -9,6 +9,9 @@ from dflax.train import problems as P
 from dflax.train import stories as S
 
 
+STEP = re.compile(r"(\d+) ([-+*/]) (\d+) (?:=|is|makes) (\d+)")
+
+
 @pytest.fixture(scope="module")
 def drawn():
     return {split: list(S.stories(7, split, 300)) for split in P.SPLITS}
@@ -16,11 +19,11 @@ def drawn():
 
 def test_answers_are_worked_out_and_right(drawn):
     for problem in drawn["train"] + drawn["test"]:
-        steps = re.findall(r"(\d+) ([-+*/]) (\d+) = (\d+)", problem.answer_text)
-        assert len(steps) == problem.answer_text.count("=")
+        steps = STEP.findall(problem.answer_text)
+        assert len(steps) in S.STEPS
+        assert len(steps) == len(re.findall(r"[-+*/]", problem.answer_text))
         assert all(P.compute(int(a), sign, int(b)) == int(c) for a, sign, b, c in steps), problem
         assert problem.check(problem.answer_text)
-        assert problem.answer_text.count("=") in S.STEPS
         assert not re.search(r"[{}()|@]", problem.prompt + problem.answer_text)
         stated = re.findall(r"\d+", problem.question)
         assert [int(n) for n in stated] == list(problem.numbers)
@@ -30,11 +33,12 @@ def test_answers_are_worked_out_and_right(drawn):
 def test_every_step_starts_from_what_the_one_before_it_left(drawn):
     for problem in drawn["train"]:
         amount = problem.numbers[0]
-        for left, sign, right, result in re.findall(r"(\d+) ([-+*/]) (\d+) = (\d+)", problem.answer_text):
+        for left, sign, right, result in STEP.findall(problem.answer_text):
             if sign != "*":
                 assert int(left) == amount, problem
                 amount = P.compute(int(left), sign, int(right))
                 assert amount == int(result)
+                assert amount in S.AMOUNTS
         assert amount == problem.value
 
 
