@@ -8,7 +8,6 @@ from dflax.errors import DflaxError
 from dflax.train import problems as P
 from dflax.train import stories as S
 
-
 STEP = re.compile(r"(\d+) ([-+*/]) (\d+) (?:=|is|makes) (\d+)")
 
 
