@@ -1,6 +1,6 @@
 """What the denoising loop carries from pass to pass, and how its caches are kept."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
@@ -53,9 +53,10 @@ class Cache:
             or cache.suffix_lengths < 1
         ):
             raise DflaxError(f"suffix_lengths is {cache.suffix_lengths!r}; it must be a whole number of at least 1")
-        if cache.kind == "none" and cache != cls():
-            changed = next(field.name for field in fields(cls) if getattr(cache, field.name) != field.default)
-            raise DflaxError(f"{changed} is a way of keeping keys and values; with cache none there is nothing to set")
+        if every is not None and cache.kind == "none":
+            raise DflaxError(
+                f"refresh_every is {every}, but with cache none every pass is a full one; choose prefix or dual"
+            )
         return cache
 
 

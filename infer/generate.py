@@ -176,7 +176,7 @@ def stream(
     top_k: Any = None,
     top_p: Any = None,
     seed: Any = 0,
-    block_size: int | None = None,
+    block_size: int | str | None = None,
     stop_token_ids: Sequence[Any] | None = None,
     drafts: str = "argmax",
     allow_larger_blocks: bool = False,
@@ -185,8 +185,8 @@ def stream(
 ) -> Iterator[Piece]:
     """Tokens as they are committed: arguments of `speculate`, or with drafter None of `generate`.
 
-    Arguments are checked at once, not at the first piece. rounds_per_call: rounds between two looks at the device; every round
-    is a piece of its own all the same.
+    Arguments are checked at once, not at the first piece. block_size: a number; "auto" is for whole responses.
+    rounds_per_call: rounds between two looks at the device; every round is a piece of its own all the same.
     """
     if isinstance(rounds_per_call, bool) or not isinstance(rounds_per_call, int) or rounds_per_call < 1:
         raise DflaxError(f"rounds_per_call is {rounds_per_call!r}; it must be a whole number of at least 1")

@@ -115,7 +115,7 @@ class Model:
         def write_more(beside: Path) -> None:
             if self.tokenizer is not None:
                 self.tokenizer.save_pretrained(os.fspath(beside))
-            if set(self.stop_token_ids) - named_anyway:
+            if not self.is_drafter and set(self.stop_token_ids) - named_anyway:
                 ends = json.dumps({"eos_token_id": list(self.stop_token_ids)}, indent=2)
                 (beside / "generation_config.json").write_text(ends + "\n", encoding="utf-8")
 

@@ -67,8 +67,9 @@ def test_masks_turn_into_text_on_a_terminal(installed):
     written = denoise_demo.show(console, loaded, "Q: Ann has 34 pens.", ways, 0.0)
     counts = [int(n) for n in re.findall(r"(\d+) forward passes", out.getvalue())]
     assert counts[:2] == [1, 1]
-    assert counts[-2] == denoise_demo.GEN_LENGTH
-    assert sorted(counts[::2]) == counts[::2]
+    slower = [max(pair) for pair in zip(counts[::2], counts[1::2], strict=True)]  # a shorter panel's line comes first
+    assert slower[-1] == denoise_demo.GEN_LENGTH
+    assert sorted(slower) == slower
     assert MASK in out.getvalue()
     assert MASK not in "".join(written)
 

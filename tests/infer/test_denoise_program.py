@@ -92,7 +92,7 @@ def test_passes_per_call_are_counted():
         ({"steps": True}, "steps is True"),
         ({"cache": "whole"}, "cache is 'whole'"),
         ({"cache": dflax.Cache("dual", refresh_every=0)}, "refresh_every is 0"),
-        ({"cache": dflax.Cache("none", refresh_every=4)}, "with cache none there is nothing to set"),
+        ({"cache": dflax.Cache("none", refresh_every=4)}, "with cache none every pass is a full one"),
         ({"cache": dflax.Cache("dual", unconditional_first=True)}, "shifted logits"),
         ({"policy": policies.Threshold(-1.0)}, "threshold of the policy is -1.0"),
         ({"extrapolation": dflax.ConfidenceExtrapolation(horizon=0)}, "horizon"),

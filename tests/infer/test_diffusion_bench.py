@@ -245,7 +245,7 @@ def test_a_killed_run_goes_on_and_a_folder_grows(config, ran, monkeypatch, capsy
         ("plain", "dual", GEN),
     ]
     assert (Path(config.out) / "accuracy-dual.png").exists()
-    with pytest.raises(DflaxError, match="maps names nothing, which were not measured"):
+    with pytest.raises(DflaxError, match="maps names nothing, which are not measured"):
         diffusion_bench.run(dataclasses.replace(config, maps=("nothing",)))
     monkeypatch.setattr(diffusion_bench, "_warm", None)  # everything is there
     diffusion_bench.run(more)

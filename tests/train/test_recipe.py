@@ -137,7 +137,7 @@ def test_several_processes_cannot_make_one_cache(setting, tmp_path, monkeypatch)
         ({"held_out": 1.0}, "held_out is 1"),
         ({"init_from": str(TARGET)}, "is no drafter"),
         ({"init_from": str(load_case("dflash_drafter_sliding").folder / "drafter_causal")}, "does not fit target"),
-        ({"target": str(load_case("dflash_generate").folder / "drafter")}, "is a drafter"),
+        ({"target": str(load_case("dflash_generate").folder / "drafter_fitted")}, "is a drafter"),
         ({"target": str(load_case("llada").folder / "model")}, "is a diffusion language model"),
     ],
 )
