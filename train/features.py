@@ -153,7 +153,8 @@ def cache_features(
     except OSError as error:
         raise DflaxError(f"cannot write the feature cache {folder}: {error.strerror}") from error
     old = _json(folder / "meta.json")
-    changed = sorted(name for name in old or () if old[name] != meta.get(name))  # caches older than a field go on
+    before = old or {}
+    changed = sorted(name for name in before if before[name] != meta.get(name))  # caches older than a field go on
     if changed:
         raise DflaxError(f"{folder} caches other features ({', '.join(changed)} differ); use another folder")
     progress = _json(folder / "progress.json") if old is not None else None
