@@ -19,7 +19,7 @@ def model():
     return random_model(target_config(vocab_size=len(words)), 1, tokenizer=words, stop_token_ids=(2, 7, 9))
 
 
-def test_a_saved_model_stops_where_it_stopped(model, tmp_path):
+def test_a_saved_model_stops_where_it_stopped(model, tmp_path, monkeypatch):
     """Tokens that neither config.json nor the tokenizer names, as Qwen3 has, are in generation_config.json."""
     model.save(tmp_path / "model")
     again = dflax.load(tmp_path / "model")
@@ -27,6 +27,10 @@ def test_a_saved_model_stops_where_it_stopped(model, tmp_path):
     assert again.fingerprint == model.fingerprint
     again.save(tmp_path / "model")  # over itself
     assert dflax.load(tmp_path / "model").stop_token_ids == (2, 7, 9)
+    monkeypatch.setattr("dflax.text.END_OF_TURN", ("▁Then",))
+    turns = dataclasses.replace(model, stop_token_ids=(2, model.tokenizer.get_vocab()["▁Then"]))
+    turns.save(tmp_path / "turns")  # no diffusion model: nobody adds that token when it is read
+    assert dflax.load(tmp_path / "turns").stop_token_ids == turns.stop_token_ids
     plain = dataclasses.replace(model, stop_token_ids=(model.tokenizer.eos_token_id,))
     plain.save(tmp_path / "plain")
     assert not (tmp_path / "plain" / "generation_config.json").exists()

@@ -1,8 +1,7 @@
 """`dflax train controller`: from a diffusion model and prompts to a TSPD controller, a Learn2PD filter and fitted look-ahead constants."""
 
 import dataclasses
-import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -22,6 +21,7 @@ from dflax.models import params
 from dflax.models.controller import AcceptanceFilter, Controller, build
 from dflax.train import extrapolation, stories
 from dflax.train.controller import ControllerObjective, train_controller, train_filter
+from dflax.train.data import fingerprint
 from dflax.train.recorder import Forced, of_record, record, record_batch
 from dflax.train.traces import Sequences, Traces, concatenate, recorded, sequences
 from dflax.train.trainer import TrainConfig
@@ -255,7 +255,8 @@ def _own(
         return {"own": of_record(seen, final, len(part))}
 
     folder = Path(recipe.out) / f"traces-{number}"
-    identity = {"controller": _digest(policy.weights.values()), "constants": dataclasses.asdict(ce)}
+    weights = fingerprint(*map(np.asarray, policy.weights.values()))
+    identity = {"controller": weights, "constants": dataclasses.asdict(ce)}
     return recorded(folder, prompts, size, make, identity)["own"]
 
 
@@ -278,10 +279,6 @@ def _some(slots: Sequences, most: int, rng: np.random.Generator) -> Sequences:
     """At most so many slots, drawn at random among those that were looked at."""
     seen = np.flatnonzero(slots.observed.any(axis=1))
     return slots.pick(seen if len(seen) <= most else np.sort(rng.choice(seen, most, replace=False)))
-
-
-def _digest(leaves: Iterable[Any]) -> str:
-    return hashlib.sha256(b"".join(np.asarray(leaf).tobytes() for leaf in leaves)).hexdigest()[:16]
 
 
 def save(folder: Path, module: Controller | AcceptanceFilter, ce: ConfidenceExtrapolation) -> None:

@@ -203,6 +203,14 @@ def _from_messages(found: Any, where: str, key: str, extra: dict[str, Any]) -> C
     return Conversation(messages, response, **extra)
 
 
+def fingerprint(*arrays: np.ndarray) -> str:
+    """Tells arrays apart by content."""
+    digest = hashlib.sha256()
+    for array in arrays:
+        digest.update(np.ascontiguousarray(array).tobytes())
+    return digest.hexdigest()[:16]
+
+
 def is_held_out(key: str, fraction: float) -> bool:
     """Whether a prompt is kept out of training: by its hash, so that it stays where it is when the data grow."""
     value = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big")

@@ -18,7 +18,6 @@ from dflax.models import params
 from dflax.train import data, stories, trainer
 from dflax.train.canvases import Batch, StoryBatches, TextBatches, answer_rows, text_rows
 from dflax.train.diffusion import DiffusionObjective, diffusion_loss, likelihood_bound, next_token_loss
-from dflax.train.features import fingerprint
 from dflax.train.language import fresh
 from dflax.train.passes import prepared
 
@@ -271,7 +270,7 @@ def _data(recipe: DiffusionRecipe, model: Model) -> tuple[trainer.Batches, Batch
         train = {name: array[kept:] for name, array in made.items()}
         if not len(train["tokens"]):
             raise DflaxError(f"nothing is left to train on: held_out is {recipe.held_out}")
-        content = {"rows": fingerprint(*train.values())}
+        content = {"rows": data.fingerprint(*train.values())}
         return TextBatches(train, rows, seed, recipe.cut_share), _first(made, min(kept, recipe.bound_rows)), content
     train, held_out = data.split_held_out([data.conversation(row) for row in read], recipe.held_out)
     if not train:
@@ -282,7 +281,7 @@ def _data(recipe: DiffusionRecipe, model: Model) -> tuple[trainer.Batches, Batch
     )
     made = answer_rows(tokenize(train), *shape, tokenizer.eos_token_id)
     kept = answer_rows(tokenize(held_out), *shape, tokenizer.eos_token_id) if held_out else _first(made, 0)
-    content = {"rows": fingerprint(*made.values())}
+    content = {"rows": data.fingerprint(*made.values())}
     return data.Shuffled(made, rows, seed), _first(kept, recipe.bound_rows), content
 
 

@@ -3,7 +3,6 @@
 A cache is a folder of flat arrays, written row by row and resumable: a killed run goes on after the last row that `progress.json` counts.
 """
 
-import hashlib
 import json
 import os
 from collections.abc import Callable
@@ -24,7 +23,7 @@ from dflax.model import Model
 from dflax.models.decoder import Decoder
 from dflax.models.layers import matmul
 from dflax.models.vocabulary import Slices, in_chunks
-from dflax.train.data import Packed
+from dflax.train.data import Packed, fingerprint
 from dflax.train.drafter import Rows
 
 HEAD_CHUNK = 128  # positions whose logits exist at a time
@@ -200,14 +199,6 @@ def _meta(target: Model, taps: tuple[int, ...], head_ids: np.ndarray | None) -> 
         "target": target.name,
         "target_weights": target.fingerprint,
     }
-
-
-def fingerprint(*arrays: np.ndarray) -> str:
-    """Tells arrays apart by content."""
-    digest = hashlib.sha256()
-    for array in arrays:
-        digest.update(np.ascontiguousarray(array).tobytes())
-    return digest.hexdigest()[:16]
 
 
 def _layout(meta: dict[str, Any]) -> dict[str, tuple[tuple[int, ...], Any]]:

@@ -22,7 +22,7 @@ from dflax.models.drafter import Drafter, initial_scale
 from dflax.models.features import default_taps
 from dflax.train import data, trainer
 from dflax.train.drafter import Frozen, Objective, make_loss
-from dflax.train.features import FeatureStore, cache_features, fingerprint, online
+from dflax.train.features import FeatureStore, cache_features, online
 from dflax.train.passes import prepared
 
 
@@ -143,7 +143,7 @@ def train_drafter(recipe: DrafterRecipe) -> Path:
         prepare = None
     else:
         assert packed is not None
-        rows = fingerprint(packed.tokens, packed.loss_mask, packed.ctx_start)
+        rows = data.fingerprint(packed.tokens, packed.loss_mask, packed.ctx_start)
         batches = data.batches(packed, recipe.rows_per_step, seed)
         shared = (target.leaves, frozen)
         prepare = online(lambda leaves: prepared(target.merge(leaves)), taps, soft, draft_ids)

@@ -61,29 +61,27 @@ class Sentence:
         return tuple(EQUATION.findall(step)[0] for step in self.steps)
 
 
-IS = "(=|is|makes)"
-EQUATION = re.compile(rf"\{{?(\w)\}}? ([-+*/]) \{{?(\w)\}}? {re.escape(IS)} \{{(\w)\}}")
+EQUALS = "(=|is|makes)"
+"""How the sign in a step may be worded."""
+EQUATION = re.compile(r"\{?(\w)\}? ([-+*/]) \{?(\w)\}? = \{(\w)\}")
 CHOICE = re.compile(r"\(([^()]+)\)")
 
-ADD = "(Then|So|Now|Next) {N} (has|owns|holds) {t} + {p} (=|is|makes) {u} (@|things)."
-TAKE = "(So|Then|Now|Next) {t} - {p} (=|is|makes) {u} (@|things) (are|stay|remain) (left|over)."
-HOLD = "(The|All|Those) {C} (hold|contain) {x} * {y} (=|is|makes) {p} (@|things)."
+ADD = "(Then|So|Now|Next) {N} (has|owns|holds) {t} + {p} = {u} (@|things)."
+TAKE = "(So|Then|Now|Next) {t} - {p} = {u} (@|things) (are|stay|remain) (left|over)."
+HOLD = "(The|All|Those) {C} (hold|contain) {x} * {y} = {p} (@|things)."
 START = "{N} has {a} {I}."
 OTHER = "{K} has {b} {I}."
 
 EVENTS = (
     Sentence("{N} buys {x} {C} of {y} {I}.", (HOLD, ADD)),
     Sentence(
-        "{N} makes {x} {I} each day for {y} days.",
-        ("In {y} days {N} (makes|gets) {x} * {y} (=|is|makes) {p} (@|things).", ADD),
+        "{N} makes {x} {I} each day for {y} days.", ("In {y} days {N} (makes|gets) {x} * {y} = {p} (@|things).", ADD)
     ),
     Sentence(
-        "{x} friends give {N} {y} {I} each.",
-        ("(The|All|Those) friends (give|bring) {x} * {y} (=|is|makes) {p} (@|things).", ADD),
+        "{x} friends give {N} {y} {I} each.", ("(The|All|Those) friends (give|bring) {x} * {y} = {p} (@|things).", ADD)
     ),
     Sentence(
-        "{N} loses {x} {I} each day for {y} days.",
-        ("In {y} days {N} (loses|drops) {x} * {y} (=|is|makes) {p} (@|things).", TAKE),
+        "{N} loses {x} {I} each day for {y} days.", ("In {y} days {N} (loses|drops) {x} * {y} = {p} (@|things).", TAKE)
     ),
     Sentence("{N} gives {M} {x} {C} of {y} {I}.", (HOLD, TAKE)),
     Sentence("{N} finds {b} {I}.", (ADD.replace("{p}", "{b}"),)),
@@ -93,7 +91,7 @@ EVENTS = (
     Sentence("{N} sells {x} {I}.", (TAKE.replace("{p}", "{x}"),)),
     Sentence(
         "{N} gives {M} half.",
-        ("(So|Then|Now|Next) {t} / 2 (=|is|makes) {u} (@|things) (are|stay|remain) (left|over).",),
+        ("(So|Then|Now|Next) {t} / 2 = {u} (@|things) (are|stay|remain) (left|over).",),
     ),
 )
 
@@ -101,12 +99,11 @@ EVENTS = (
 QUESTIONS = (
     Sentence("How many {I} does {N} have now?", ()),
     Sentence(
-        "How many more {I} does {N} have than {K}?",
-        ("{N} (has|owns|holds) {t} - {k} (=|is|makes) {u} more (@|things) than {K}.",),
+        "How many more {I} does {N} have than {K}?", ("{N} (has|owns|holds) {t} - {k} = {u} more (@|things) than {K}.",)
     ),
     Sentence(
         "How many {I} do {N} and {K} have in all?",
-        ("(Both|They) (have|own|hold) {t} + {k} (=|is|makes) {u} (@|things) in (all|total).",),
+        ("(Both|They) (have|own|hold) {t} + {k} = {u} (@|things) in (all|total).",),
     ),
 )
 
@@ -229,13 +226,13 @@ def _worded(step: str, chance: random.Random) -> str:
         options = match[1].split("|")
         return chance.choices(options, WEIGHTS[len(options)])[0].replace("@", "{I}")
 
-    return CHOICE.sub(pick, step)
+    return CHOICE.sub(pick, step.replace("=", EQUALS))
 
 
 @lru_cache(maxsize=1)
 def vocabulary() -> tuple[str, ...]:
     """Special tokens, digits, signs, then the words of all stories in alphabetical order."""
-    sentences = (START, OTHER, *(s for part in (*EVENTS, *QUESTIONS) for s in (part.question, *part.steps)))
+    sentences = (START, OTHER, EQUALS, *(s for part in (*EVENTS, *QUESTIONS) for s in (part.question, *part.steps)))
     return problems.closed_vocabulary(" ".join(sentences))
 
 

@@ -121,7 +121,7 @@ def parse_drafter(raw: Mapping[str, Any]) -> DrafterConfig:
             raise DflaxError(f"config.json of the drafter has no {key!r}, at the top level or in dflash_config")
         return value
 
-    def value(key: str, default: Any, kind: type) -> Any:
+    def number(key: str, default: Any, kind: type) -> Any:
         return Keys({key: either(key)}).number(key, default, kind)
 
     num_layers = keys.need("num_hidden_layers")
@@ -167,10 +167,10 @@ def parse_drafter(raw: Mapping[str, Any]) -> DrafterConfig:
         attention_bias=bool(keys.get("attention_bias", False)),
         causal=_causal(keys.get("is_causal"), nested.get("causal"), windows, num_layers),
         windows=windows,
-        input_embedding_scale=float(value("input_embedding_scale", 1.0, float)),
-        output_multiplier=float(value("output_multiplier", 1.0, float)),
-        final_logit_softcapping=value("final_logit_softcapping", None, float),
-        draft_vocab_size=value("draft_vocab_size", None, int),
+        input_embedding_scale=float(number("input_embedding_scale", 1.0, float)),
+        output_multiplier=float(number("output_multiplier", 1.0, float)),
+        final_logit_softcapping=number("final_logit_softcapping", None, float),
+        draft_vocab_size=number("draft_vocab_size", None, int),
         kind=kind,
     )
     keys.get("eos_token_id")

@@ -301,7 +301,7 @@ def _stored(path: Path) -> dict[str, int]:
     index = {} if single else huggingface.read_json(path / huggingface.INDEX)["weight_map"]
     for file in [huggingface.SINGLE] if single else sorted(set(index.values())):
         with safe_open(path / file, framework="numpy") as opened:
-            for name in opened.keys():  # noqa: SIM118  not a dict
+            for name in opened.keys():  # noqa: SIM118  a file of safetensors cannot be iterated over
                 tensor = opened.get_slice(name)
                 counts[tensor.get_dtype()] += math.prod(tensor.get_shape())
     return dict(counts.most_common())

@@ -97,7 +97,8 @@ class Model:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Tells weights apart: a digest of every array's sum of magnitudes, so that no array comes to the host."""
+        """Tells weights apart: a digest of every array's sum of magnitudes, so that no array comes to the host. Trained weights differ in
+        it from those that they were; weights that were only moved or negated do not."""
         sums = (jnp.sum(jnp.abs(leaf), dtype=jnp.float32) for leaf in self.leaves)
         return hashlib.sha256(b"".join(np.asarray(total).tobytes() for total in sums)).hexdigest()[:16]
 
@@ -110,12 +111,12 @@ class Model:
         if self.draft_ids is not None:
             tensors[DRAFT_VOCABULARY] = self.draft_ids.astype(np.int64) - np.arange(len(self.draft_ids))
         config = families.to_hf(self.config) | {"dtype": str(self.dtype)}
-        named_anyway = {*stop_token_ids(config, {}, self.tokenizer), *turn_end_ids(self.tokenizer)}
+        named_anyway = _stops(self.config, config, {}, self.tokenizer)
 
         def write_more(beside: Path) -> None:
             if self.tokenizer is not None:
                 self.tokenizer.save_pretrained(os.fspath(beside))
-            if not self.is_drafter and set(self.stop_token_ids) - named_anyway:
+            if not self.is_drafter and set(self.stop_token_ids) - set(named_anyway):
                 ends = json.dumps({"eos_token_id": list(self.stop_token_ids)}, indent=2)
                 (beside / "generation_config.json").write_text(ends + "\n", encoding="utf-8")
 
@@ -171,18 +172,23 @@ def load(
         leaves = fill(shapes, rules, source, dtype, sharding, ignore, check_finite)
     finally:
         source.close()
-    stops = stop_token_ids(raw, generation, tokenizer)
-    if getattr(config, "bidirectional", False):
-        stops = tuple(sorted({*stops, *turn_end_ids(tokenizer)}))
     return Model(
         config=config,
         module=params.fill(abstract, leaves),
         tokenizer=tokenizer,
         name=os.fspath(name),
-        stop_token_ids=stops,
+        stop_token_ids=_stops(config, raw, generation, tokenizer),
         draft_ids=draft_ids,
         raw_config=raw,
     )
+
+
+def _stops(
+    config: Any, raw: dict[str, Any], generation: dict[str, Any], tokenizer: Tokenizer | None
+) -> tuple[int, ...]:
+    """The end tokens of a folder with this config.json and generation_config.json. Diffusion models end turns by tokens neither names."""
+    turns = turn_end_ids(tokenizer) if getattr(config, "bidirectional", False) else ()
+    return tuple(sorted({*stop_token_ids(raw, generation, tokenizer), *turns}))
 
 
 def ignored_tensors(config: ModelConfig | DrafterConfig) -> tuple[str, ...]:

@@ -5,7 +5,6 @@ has all of them. For speculation the vocabulary is cut too: XLA for TPU takes mi
 `dflax compile --table` compiles all in full.
 """
 
-import importlib.util
 import json
 import math
 import re
@@ -20,23 +19,16 @@ from dflax.cache import KVCache
 from dflax.infer import ahead
 from dflax.infer.compile_command import ARRAY, COLLECTIVE
 from dflax.infer.policies import Threshold
-from dflax.kernels_pallas.chips import topology
 from dflax.sharding import make_mesh
 from dflax.train.ahead import configs_of, drafter_step
 from dflax.train.recipe import DrafterRecipe
+from tests.aot.conftest import devices
 from tests.aot.test_kernels import KERNEL
 
 pytestmark = pytest.mark.aot
 
 LAYERS, VOCABULARY = 6, 16384
 COPIES = "copy|copy-start|transpose|convert|dynamic-slice|all-gather|all-to-all|concatenate"
-
-
-def chips(name):
-    module = "jax_cuda13_plugin" if name.startswith("h") else "libtpu"
-    if importlib.util.find_spec(module) is None:
-        pytest.skip(f"{module} is not installed (make test-aot)")
-    return topology(name)
 
 
 def recipe(folder, target=None, **changes):
@@ -76,7 +68,7 @@ def copied(text, cache):
 
 @pytest.mark.parametrize(("name", "axes"), [("v6e:2x2", "tensor=4"), ("h100", "")])
 def test_speculation_of_qwen3_8b(name, axes, tmp_path):
-    found, rows, columns = chips(name), 8, 16384
+    found, rows, columns = devices(name), 8, 16384
     mesh = make_mesh(axes, found.devices)
     cut = {"num_hidden_layers": LAYERS, "vocab_size": VOCABULARY, "eos_token_id": 1}
     target, drafter, _ = configs_of(recipe(tmp_path, cut, layers=1, mask_token_id=3))
@@ -95,7 +87,7 @@ def test_speculation_of_qwen3_8b(name, axes, tmp_path):
 
 
 def test_denoising_of_llada_8b_with_a_dual_cache():
-    found, rows, columns = chips("h100"), 1, 4096
+    found, rows, columns = devices("h100"), 1, 4096
     mesh = make_mesh("", found.devices)
     whole = abstract.config_of("GSAI-ML/LLaDA-8B-Base")
     model = replace(whole, num_layers=LAYERS)
@@ -115,7 +107,7 @@ def test_denoising_of_llada_8b_with_a_dual_cache():
 @pytest.mark.parametrize(("name", "rows"), [("v5p:4x4x4", 64), ("v5e:4x4", 32)])
 def test_drafter_training_of_qwen3_8b(name, rows, tmp_path):
     """Rows of 3072 tokens, 512 anchors, block 16; the drafter and its vocabulary whole."""
-    found = chips(name)
+    found = devices(name)
     mesh = make_mesh("fsdp=-1", found.devices)
     cut = recipe(tmp_path, {"num_hidden_layers": LAYERS}, rows_per_step=rows)
     assert (cut.length, cut.objective.anchors, cut.block_size, cut.layers) == (3072, 512, 16, 5)

@@ -1,4 +1,4 @@
-"""The tests can fail: each named fault is put into the running code, and a named test, green without it, must then turn red.
+"""The tests can fail: each named fault is put into the running code, and a named test must then turn red.
 
 A fault is a change of the source text of one function, compiled in its own module and put in its place while the test runs.
 """
@@ -149,6 +149,8 @@ def test_a_fault_turns_its_test_red(name, monkeypatch):
     for part in outer:
         holder = getattr(holder, part)
     test = named_test(fault)
+    forget_programs()
+    test(*fault.arguments)
     original = inspect.unwrap(inspect.getattr_static(holder, last))
     wrong = mutated(fault, original, last)
     monkeypatch.setattr(holder, last, wrong)

@@ -68,12 +68,13 @@ def test_vocabulary_is_closed_lengths_are_counted_and_fit(drawn):
 
 
 def test_synonyms_are_drawn_by_weight_and_have_one_length(drawn):
-    sentences = [step for part in (*S.EVENTS, *S.QUESTIONS) for step in part.steps]
+    sentences = [S.EQUALS, *(step for part in (*S.EVENTS, *S.QUESTIONS) for step in part.steps)]
     for options in (match[1].split("|") for step in sentences for match in S.CHOICE.finditer(step)):
         assert {S.count_tokens(option.replace("@", "pens")) for option in options} == {1}
     text = " ".join(p.answer_text for p in drawn["train"])
-    count = {word: len(re.findall(rf"\b{word}\b", text)) for word in ("left", "over")}
-    assert 0.5 < count["left"] / sum(count.values()) < 0.7
+    for words, share in ((("left", "over"), 0.6), (("are", "stay", "remain"), 0.5), (("=", "is"), 0.5 / 0.8)):
+        count = {word: text.count(f" {word}") for word in words}
+        assert abs(count[words[0]] / sum(count.values()) - share) < 0.1, count
 
 
 def test_a_pure_function_of_its_arguments():
