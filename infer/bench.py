@@ -186,7 +186,11 @@ def _warm(
 ) -> Output:
     """The responses, timed without compilation. All methods draw their noise with the same keys."""
     tokens = [list(prompt.tokens) for prompt in prompts]
-    options: dict[str, Any] = {"temperature": temperature, "seed": [config.seed + prompt.index for prompt in prompts]}
+    options: dict[str, Any] = {
+        "temperature": temperature,
+        "seed": config.seed,
+        "index": [prompt.index for prompt in prompts],
+    }
     for _ in range(COMPILE_TRIES):
         if method.block_size is None:
             out = generate(target, tokens, config.max_new_tokens, **options)

@@ -53,6 +53,12 @@ class Cache:
             or cache.suffix_lengths < 1
         ):
             raise DflaxError(f"suffix_lengths is {cache.suffix_lengths!r}; it must be a whole number of at least 1")
+        if cache.count_empty_pass and cache.kind == "none":
+            raise DflaxError("count_empty_pass is about short passes; without cache there are none to count")
+        if every == 1 and cache.unconditional_first:
+            raise DflaxError(
+                "unconditional_first with refresh_every 1 writes the first token of a block again and again; refresh later"
+            )
         if every is not None and cache.kind == "none":
             raise DflaxError(
                 f"refresh_every is {every}, but with cache none every pass is a full one; choose prefix or dual"
@@ -74,6 +80,8 @@ class CanvasState:
     """Keys and values of S columns, of 2 B rows under guidance; None where nothing is kept."""
     tokens: Int32[Any, "B S"]
     """int32 [B, S]: prompt, written tokens, the mask token elsewhere."""
+    shown: Int32[Any, "B S"] | None
+    """int32 [B, S]: tokens that passes see in place of masks, -1 where they see the mask; None for a policy that does not draft."""
     start: Int32[Any, "B"]
     """int32 [B]: prompt length, the first column of the generated region."""
     length: Int32[Any, "B"]
@@ -104,6 +112,13 @@ class CanvasState:
     """The look-ahead's state; None without one."""
 
 
+def visible(state: CanvasState, mask_token_id: int) -> Int32[Array, "B S"]:
+    """What the model sees of each canvas."""
+    if state.shown is None:
+        return state.tokens
+    return jnp.where((state.tokens == mask_token_id) & (state.shown >= 0), state.shown, state.tokens)
+
+
 def masked_columns(state: CanvasState, mask_token_id: int) -> Bool[Array, "B S"]:
     """What is not written yet, within each canvas."""
     column = jnp.arange(state.tokens.shape[1], dtype=jnp.int32)
@@ -113,7 +128,7 @@ def masked_columns(state: CanvasState, mask_token_id: int) -> Bool[Array, "B S"]
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Slots:
+class ActiveBlock:
     """The active block of every row: its columns [B, T], which of them exist, what stands there, and what is masked."""
 
     column: Int32[Any, "B T"]
@@ -122,14 +137,14 @@ class Slots:
     masked: Bool[Any, "B T"]
 
 
-def slots(state: CanvasState, block_length: int, mask_token_id: int) -> Slots:
+def active_block(state: CanvasState, block_length: int, mask_token_id: int) -> ActiveBlock:
     """The active blocks. Rows that are done or have not begun have none masked."""
     S = state.tokens.shape[1]
     column = first_column(state, block_length)[:, None] + jnp.arange(block_length, dtype=jnp.int32)
     live = (column < state.length[:, None]) & (state.block[:, None] >= 0)
     tokens = jnp.take_along_axis(state.tokens, jnp.clip(column, 0, S - 1), axis=1)
     masked = live & (tokens == mask_token_id) & ~state.done[:, None]
-    return Slots(column, live, tokens, masked)
+    return ActiveBlock(column, live, tokens, masked)
 
 
 def first_column(state: CanvasState, block_length: int) -> Int32[Array, "B"]:

@@ -20,10 +20,12 @@ from tyro.conf import Positional
 from dflax import abstract, configs
 from dflax.config import ControllerConfig, ModelConfig
 from dflax.errors import DflaxError
-from dflax.infer import ahead, compile_table, roofline
+from dflax.infer import aot, compile_table, roofline
+from dflax.infer.canvas import Cache
+from dflax.infer.denoise import DenoisePlan
 from dflax.infer.report import table, write_json
 from dflax.kernels_pallas.chips import Topology, topology
-from dflax.sharding import make_mesh
+from dflax.sharding import make_mesh, spec
 
 COLLECTIVE = re.compile(
     r"= (?P<shape>\S+|\(.*?\)) (?P<kind>all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
@@ -106,6 +108,8 @@ class Report:
     speedup: float | None
     """Predicted, collectives left out of both."""
     source: str
+    replicated: tuple[str, ...] = ()
+    """What the mesh does not divide, so that every chip holds or computes all of it."""
     deciding: tuple[float, float] | None = None
     """Denoising: FLOPs over all chips with which TSPD and the look-ahead decide beyond what a threshold needs, and those of the pass."""
 
@@ -135,6 +139,7 @@ class Report:
                 f"{n} {kind} ({size / 2**20:.1f} MiB)" for kind, (n, size) in self.collectives.items()
             )
             or "none",
+            "not cut": "; ".join(self.replicated) or "nothing",
             "a step takes at least": f"{self.step_seconds * 1e3:.3g} ms by published peaks ({self.source})",
         }
         if self.plain_seconds is not None:
@@ -184,14 +189,21 @@ def _record(config: CompileConfig, made: Report) -> dict[str, Any]:
 def _table(config: CompileConfig) -> None:
     folder = Path(config.out or "runs/compile")
     done: list[tuple[Report, dict[str, Any]]] = []
+    refused: list[str] = []
+    text = "nothing was compiled"
     for one in compile_table.rows(config):
         path = folder / f"{one.preset}-{one.what}-{one.topology.replace(':', '-')}.json"
         if compile_table.kept(path, one) is None:
-            write_json(path, _record(one, compiled(one)))
+            try:
+                made = compiled(one)
+            except DflaxError as error:  # the others are worth a page all the same
+                refused.append(f"{one.what} {one.preset}, {one.topology}: {error}")
+                continue
+            write_json(path, _record(one, made))
         record = json.loads(path.read_text())
         done.append((Report(**record["report"]), record["provenance"] | {"date": record["date"]}))
-        text = compile_table.write(config.table, done, config.acceptance_length)
-    print(text)
+        text = compile_table.write(config.table, done, refused, config.acceptance_length)
+    print(text, *refused, sep="\n")
 
 
 def _what(config: CompileConfig, values: dict[str, Any]) -> str:
@@ -216,12 +228,12 @@ def _mesh(config: CompileConfig, found: Topology, model: ModelConfig | None) -> 
 
 
 def _speculate(config: CompileConfig, values: dict[str, Any], found: Topology) -> Report:
-    from dflax.train.ahead import configs_of
+    from dflax.train.aot import configs_of
 
     target, drafter, _ = configs_of(_recipe(config, values))
     mesh, rows = _mesh(config, found, target), config.batch or 1
     block = config.block_size or drafter.block_size
-    compile_ = lambda: ahead.speculative_loop(target, drafter, mesh, rows, config.context, block, config.dtype)
+    compile_ = lambda: aot.speculative_loop(target, drafter, mesh, rows, config.context, block, config.dtype)
     live, width = config.context // 2, np.dtype(jax.numpy.dtype(config.dtype)).itemsize
     work = [
         roofline.speculative_round(target, who, rows, size, live, width) for who, size in ((drafter, block), (None, 1))
@@ -246,24 +258,33 @@ def _denoise(config: CompileConfig, values: dict[str, Any], found: Topology) -> 
     if values.get("mask_token_id", -1) >= 0:
         model = dataclasses.replace(model, mask_token_id=values["mask_token_id"])
     mesh, rows = _mesh(config, found, model), config.batch or 1
-    compile_ = lambda: ahead.denoising_loop(
+    compile_ = lambda: aot.denoising_loop(
         model, mesh, rows, config.context, config.gen_length, config.block_length, config.cache, Threshold(), None,
         config.dtype,
     )  # fmt: skip
     width = np.dtype(jax.numpy.dtype(config.dtype)).itemsize
+    suffix = _mean_suffix(config.gen_length, config.block_length)
     full = roofline.forward(model, rows, config.context, 0, width, config.block_length, model.vocab_size)
     around = config.context - config.block_length  # the block's own columns are a hole in the cache
     short = roofline.forward(model, rows, config.block_length, around, width, config.block_length, model.vocab_size)
     settings = {"batch": rows, "context": config.context, "cache": config.cache, "dtype": config.dtype}
     settings |= {"gen_length": config.gen_length, "block_length": config.block_length}
-    work = full if config.cache == "none" else short
+    long = roofline.forward(model, rows, suffix, config.context - suffix, width, config.block_length, model.vocab_size)
+    work = {"none": full, "prefix": long, "dual": short}[config.cache]
     report = _report("denoise", config, found, mesh, settings, compile_, work)
     learned = (
         TSPD.of(Controller(ControllerConfig(block_length=config.block_length), rngs=nnx.Rngs(0))),
         ConfidenceExtrapolation(),
     )
-    count = partial(ahead.deciding, model, rows, config.gen_length, config.block_length)
+    count = partial(aot.deciding, model, rows, config.gen_length, config.block_length)
     return dataclasses.replace(report, deciding=(count(*learned) - count(Threshold()), work.flops))
+
+
+def _mean_suffix(gen_length: int, block_length: int) -> int:
+    """Columns of block and suffix, as short passes over a prefix come in, averaged over the blocks."""
+    plan = DenoisePlan(block_length, gen_length, Cache("prefix"), guided=False, sampled=False)
+    wanted = range(gen_length, 0, -block_length)
+    return round(sum(min(n for n in plan.suffixes if n >= columns) for columns in wanted) / len(wanted))
 
 
 def _train(config: CompileConfig, values: dict[str, Any], found: Topology) -> Report:
@@ -271,9 +292,10 @@ def _train(config: CompileConfig, values: dict[str, Any], found: Topology) -> Re
 
 
 def _train_drafter(config: CompileConfig, values: dict[str, Any], found: Topology) -> Report:
-    from dflax.train.ahead import configs_of, drafter_step
+    from dflax.train.aot import configs_of, drafter_step
 
-    mesh, recipe = _mesh(config, found, None), _with_rows(config, _recipe(config, values), found)
+    mesh = _mesh(config, found, None)
+    recipe = _with_rows(config, _recipe(config, values), mesh)
     target, drafter, _ = configs_of(recipe)
     rows, anchors = recipe.rows_per_step, recipe.objective.anchors
     width = np.dtype(jax.numpy.dtype(recipe.dtype)).itemsize
@@ -284,11 +306,12 @@ def _train_drafter(config: CompileConfig, values: dict[str, Any], found: Topolog
 
 
 def _train_diffusion(config: CompileConfig, values: dict[str, Any], found: Topology) -> Report:
-    from dflax.train.ahead import diffusion_config, diffusion_step
+    from dflax.train.aot import diffusion_config, diffusion_step
     from dflax.train.diffusion_recipe import DiffusionRecipe
 
     recipe = configs.build(DiffusionRecipe, {"data": ["-"], **values}, f"preset {config.preset}")
-    mesh, recipe = _mesh(config, found, None), _with_rows(config, recipe, found)
+    mesh = _mesh(config, found, None)
+    recipe = _with_rows(config, recipe, mesh)
     rows = recipe.rows_per_step
     work = roofline.diffusion_training(diffusion_config(recipe), rows, recipe.length, recipe.answer_columns)
     settings = {
@@ -300,9 +323,10 @@ def _train_diffusion(config: CompileConfig, values: dict[str, Any], found: Topol
     return _report("train", config, found, mesh, settings, lambda: diffusion_step(recipe, mesh), work)
 
 
-def _with_rows(config: CompileConfig, recipe: Any, found: Topology) -> Any:
-    """The rows that are asked for, or the preset's, but one a chip at least."""
-    return dataclasses.replace(recipe, rows_per_step=config.batch or max(recipe.rows_per_step, len(found.devices)))
+def _with_rows(config: CompileConfig, recipe: Any, mesh: Mesh) -> Any:
+    """The rows that are asked for, or the preset's, made so many that the mesh cuts those of every part of an accumulated step."""
+    least = mesh.shape["data"] * mesh.shape["fsdp"] * recipe.train.accumulation
+    return dataclasses.replace(recipe, rows_per_step=config.batch or -(-recipe.rows_per_step // least) * least)
 
 
 def _recipe(config: CompileConfig, values: dict[str, Any]) -> Any:
@@ -325,15 +349,19 @@ def _report(
     assert memory is not None
     moved = collectives(compiled.as_text() or "")
     sent = float(sum(size for _, size in moved.values()))
-    chip, chips = found.chip, len(found.devices)
-    plain_seconds = None if plain is None else plain.seconds(chip, chips)
-    speedup = None if plain_seconds is None else config.acceptance_length * plain_seconds / work.seconds(chip, chips)
+    chip, part = found.chip, settings.get("rows", settings.get("batch")) // settings.get("accumulation", 1)
+    _, replicated = spec(("batch",), (part,), mesh)
+    axes = dict(mesh.shape)
+    batch = 1 if replicated else axes["data"] * axes["fsdp"]
+    ways = roofline.Ways(axes["fsdp"] * axes["tensor"], batch * axes["tensor"])
+    plain_seconds = None if plain is None else plain.seconds(chip, ways)
+    speedup = None if plain_seconds is None else config.acceptance_length * plain_seconds / work.seconds(chip, ways)
     return Report(
         what=what,
         preset=config.preset,
         topology=config.topology,
         mesh=",".join(f"{name}={size}" for name, size in mesh.shape.items() if size > 1) or "one device",
-        chips=chips,
+        chips=len(found.devices),
         settings=settings,
         compile_seconds=seconds,
         argument_bytes=memory.argument_size_in_bytes,
@@ -344,10 +372,11 @@ def _report(
         flops=float(cost.get("flops", 0.0)),
         bytes_moved=float(cost.get("bytes accessed", 0.0)),
         collectives=moved,
-        step_seconds=work.seconds(chip, chips, sent),
+        step_seconds=work.seconds(chip, ways, sent),
         plain_seconds=plain_seconds,
         speedup=speedup,
         source=chip.source,
+        replicated=tuple(replicated),
     )
 
 
@@ -355,12 +384,15 @@ def collectives(text: str) -> dict[str, tuple[int, int]]:
     """Of a compiled program's text: kind -> (how many, bytes of their results), instructions in loops once."""
     found: dict[str, tuple[int, int]] = {}
     for match in COLLECTIVE.finditer(text):
+        starts = match[0].endswith("-start(")
         sizes = [
             math.prod(int(n) for n in dims.split(",") if n) * WIDTHS.get(kind, 4)
             for kind, dims in ARRAY.findall(match["shape"])
+            if dims or not starts  # scalars there are bookkeeping
         ]
-        # What starts asynchronously has a tuple of operand and result.
-        size = max(sizes, default=0) if match[0].endswith("-start(") else sum(sizes)
+        # What starts asynchronously has a tuple of operands and results, all-reduce one of results alone; several may be combined.
+        pairs = starts and match["kind"] != "all-reduce" and len(sizes) % 2 == 0
+        size = sum(sizes[len(sizes) // 2 :] if pairs else sizes)
         count, total = found.get(match["kind"], (0, 0))
         found[match["kind"]] = (count + 1, total + size)
     return found

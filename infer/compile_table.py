@@ -46,8 +46,10 @@ def kept(path: Path, config: "CompileConfig") -> dict[str, Any] | None:
     return found if found is not None and found["config"] == dataclasses.asdict(config) else None
 
 
-def write(path: str | Path, reports: "list[tuple[Report, dict[str, Any]]]", acceptance: float) -> str:
-    """The page, from reports and what made each; its table is returned."""
+def write(
+    path: str | Path, reports: "list[tuple[Report, dict[str, Any]]]", refused: list[str], acceptance: float
+) -> str:
+    """The page, from reports and what made each, and what could not be compiled; its table is returned."""
     gib = lambda n: f"{n / 2**30:.2f}"
     counted = lambda n: f"{n:.3g}" if n else None
     lines = []
@@ -67,5 +69,6 @@ def write(path: str | Path, reports: "list[tuple[Report, dict[str, Any]]]", acce
     ]  # fmt: skip
     made_table = table(headers, lines, markdown=True)
     commands = ", ".join(sorted({report.topology for report, _ in reports}))
-    write_text(path, HEAD.format(commands=commands, acceptance=acceptance) + made_table + "\n")
+    left = "".join(f"\nNot compiled: {line}\n" for line in refused)
+    write_text(path, HEAD.format(commands=commands, acceptance=acceptance) + made_table + "\n" + left)
     return made_table

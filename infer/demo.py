@@ -10,7 +10,7 @@ from tyro.conf import Positional
 from dflax import text
 from dflax.errors import DflaxError
 from dflax.infer import denoise_demo
-from dflax.infer.generate import Output, generate, speculate, stream
+from dflax.infer.generate import Output, generate, speculate, stream_speculate
 from dflax.infer.report import mean_acceptance_length, table
 from dflax.model import Model, load, locate
 
@@ -140,7 +140,7 @@ def show(
         written += piece
         console.out(piece, style=style, end="", highlight=False)
 
-    for piece in stream(target, drafter, [prompt], max_new_tokens, block_size=block_size):
+    for piece in stream_speculate(target, drafter, [prompt], max_new_tokens, block_size=block_size):
         write(piece.tokens[: piece.accepted], DRAFTED)
         write(piece.tokens[piece.accepted :], None)
     rest = writer.flush() if writer is not None else ""

@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Int32
 from dflax.cache import KVCache
 from dflax.config import ModelConfig
 from dflax.infer.candidates import candidates, probability, without
-from dflax.infer.canvas import Cache, CanvasState, Slots, first_column, masked_columns, slots
+from dflax.infer.canvas import ActiveBlock, Cache, CanvasState, active_block, first_column, masked_columns, visible
 from dflax.infer.endings import stop_length
 from dflax.infer.extrapolation import ConfidenceExtrapolation, left_coverage
 from dflax.infer.policies import Observation, Policy, linear_quota
@@ -33,7 +33,7 @@ CHUNK = 64  # rows that a question about the whole canvas sends through the head
 
 
 @dataclass(frozen=True)
-class Plan:
+class DenoisePlan:
     """What is static in a loop: one program each."""
 
     block_length: int
@@ -57,7 +57,7 @@ class Plan:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Request:
+class DenoiseRequest:
     """What rows ask for, all traced: other values compile nothing."""
 
     params: SamplingParams
@@ -77,25 +77,27 @@ class Request:
 
 
 class View(NamedTuple):
-    """What a pass shows: logits of the active blocks, and where an end token is predicted (`predict_end`)."""
+    """What a pass shows: logits of the active blocks, and where on the canvas an end token is predicted."""
 
     logits: Float[Array, "B T V"]
-    end_column: Int32[Array, "B"]
-    end_probability: Float[Array, "B"]
+    end: Float[Array, "B S"] | None
+    """`end_probability` of every column that the pass computed, -1 elsewhere; None if nobody asks for end tokens outside the block."""
 
 
 # --- passes ---
 
 
-def full_pass(model: Decoder, state: CanvasState, plan: Plan, request: Request) -> tuple[View, KVCache | None]:
+def full_pass(
+    model: Decoder, state: CanvasState, plan: DenoisePlan, request: DenoiseRequest
+) -> tuple[View, KVCache | None]:
     """The whole canvas, whose keys and values become the cache's."""
-    tokens, length = _with_unconditional(model, state, plan, state.tokens)
+    tokens, length = _with_unconditional(model, state, plan, visible(state, _mask(model)))
     x, cache = model.canvas(tokens, length, state.cache)
     first = jnp.zeros_like(state.length)
     return _view(model, state, plan, request, x, first), None if state.cache is None else cache
 
 
-def short_pass(model: Decoder, state: CanvasState, plan: Plan, request: Request) -> View:
+def short_pass(model: Decoder, state: CanvasState, plan: DenoisePlan, request: DenoiseRequest) -> View:
     """The active blocks, with a prefix cache all behind them too."""
     cache, kept = plan.cache, state.cache
     assert kept is not None
@@ -105,7 +107,7 @@ def short_pass(model: Decoder, state: CanvasState, plan: Plan, request: Request)
     def run(T: int) -> View:
         S = state.tokens.shape[1]
         column = first[:, None] + jnp.arange(T, dtype=jnp.int32)
-        tokens = jnp.take_along_axis(state.tokens, jnp.minimum(column, S - 1), axis=1)
+        tokens = jnp.take_along_axis(visible(state, _mask(model)), jnp.minimum(column, S - 1), axis=1)
         n = jnp.clip(state.length - first, 0, T)
         if cache.kind == "dual":
             ctx = state.cached_length if cache.stale_suffix else state.length
@@ -118,14 +120,14 @@ def short_pass(model: Decoder, state: CanvasState, plan: Plan, request: Request)
 
     if cache.kind == "dual":
         return run(plan.block_length + lead)
-    active = jnp.any(slots(state, plan.block_length, _mask(model)).masked, axis=1)
+    active = jnp.any(active_block(state, plan.block_length, _mask(model)).masked, axis=1)
     longest = jnp.max(jnp.where(active, state.length - first, 0))
     widths = [width + lead for width in plan.suffixes]
     which = jnp.sum(longest > jnp.array(widths[:-1], jnp.int32)) if len(widths) > 1 else jnp.int32(0)
     return jax.lax.switch(which, [partial(run, width) for width in widths])
 
 
-def _with_unconditional(model: Decoder, state: CanvasState, plan: Plan, tokens: Array, *per_row: Any) -> tuple:
+def _with_unconditional(model: Decoder, state: CanvasState, plan: DenoisePlan, tokens: Array, *per_row: Any) -> tuple:
     """Under guidance the rows twice, in the second half with every prompt token masked; tokens are those from a column on."""
     if not plan.guided:
         return (tokens, *(per_row or (state.length,)))
@@ -137,7 +139,12 @@ def _with_unconditional(model: Decoder, state: CanvasState, plan: Plan, tokens: 
 
 
 def _view(
-    model: Decoder, state: CanvasState, plan: Plan, request: Request, x: Float[Array, "R W E"], first: Int32[Array, "B"]
+    model: Decoder,
+    state: CanvasState,
+    plan: DenoisePlan,
+    request: DenoiseRequest,
+    x: Float[Array, "R W E"],
+    first: Int32[Array, "B"],
 ) -> View:
     """x: the residual stream of columns first[b] .. first[b] + W - 1, of B rows or (guided) 2 B."""
     B, W = state.tokens.shape[0], x.shape[1]
@@ -155,11 +162,10 @@ def _view(
             w == 0, with_prompt, without_prompt + (w + 1) * (with_prompt - without_prompt)
         )  # 0: as it is alone
 
-    block = slots(state, plan.block_length, _mask(model))
+    block = active_block(state, plan.block_length, _mask(model))
     of_block = logits(block.column - shift - first[:, None])
-    nowhere = jnp.zeros((B,), jnp.int32), jnp.full((B,), -1.0)
     if request.end is None or not (request.end.truncate and request.end.anywhere):
-        return View(of_block, *nowhere)
+        return View(of_block, None)
     masked = masked_columns(state, _mask(model)) & ~state.done[:, None]
 
     def chunk(i: Array) -> tuple[Array, Array]:
@@ -167,33 +173,37 @@ def _view(
         column = first[:, None] + row + shift
         asked = jnp.take_along_axis(masked, jnp.clip(column, 0, masked.shape[1] - 1), axis=1)
         asked &= (row < W) & (column < state.length[:, None])
-        return most_probable_end(logits(row), column, asked, request, _mask(model))
+        return column, end_probability(logits(row), asked, request.params, _mask(model))
 
-    column, p = jax.lax.map(chunk, jnp.arange(-(-W // CHUNK), dtype=jnp.int32))
-    best = jnp.argmax(p, axis=0)[None]
-    return View(of_block, *(jnp.take_along_axis(a, best, axis=0)[0] for a in (column, p)))
+    column, p = jax.lax.map(chunk, jnp.arange(-(-W // CHUNK), dtype=jnp.int32))  # [chunks, B, CHUNK]
+    return View(of_block, _on_canvas(state, column.swapaxes(0, 1).reshape(B, -1), p.swapaxes(0, 1).reshape(B, -1)))
 
 
-def most_probable_end(
-    logits: Float[Array, "B C V"], column: Int32[Array, "B C"], asked: Bool[Array, "B C"], request: Request, mask: int
-) -> tuple[Int32[Array, "B"], Float[Array, "B"]]:
-    """Column and probability of the most probable end token that is a column's argmax; probability -1 where there is none."""
+def end_probability(
+    logits: Float[Array, "B C V"], asked: Bool[Array, "B C"], params: SamplingParams, mask: int
+) -> Float[Array, "B C"]:
+    """Probability of a place's argmax where that is an end token; -1 where it is none or was not asked for."""
     is_mask = jnp.arange(logits.shape[-1], dtype=jnp.int32) == mask
     top = jnp.argmax(jnp.where(is_mask, -jnp.inf, logits), axis=-1).astype(jnp.int32)
-    p = jnp.where(asked & _is_end(top, request.params), probability(logits, top), -1.0)
-    at = jnp.argmax(p, axis=1)[:, None]
-    return jnp.take_along_axis(column, at, axis=1)[:, 0], jnp.take_along_axis(p, at, axis=1)[:, 0]
+    return jnp.where(asked & _is_end(top, params), probability(logits, top), -1.0)
+
+
+def _on_canvas(state: CanvasState, column: Int32[Array, "B C"], p: Float[Array, "B C"]) -> Float[Array, "B S"]:
+    """p at its columns, -1 elsewhere."""
+    nowhere = jnp.full(state.tokens.shape, -1.0)
+    at = jnp.where((p >= 0) & (column >= 0), column, state.tokens.shape[1])
+    return nowhere.at[jnp.arange(len(p), dtype=jnp.int32)[:, None], at].set(p, mode="drop")
 
 
 # --- steps ---
 
 
-def enter(state: CanvasState, plan: Plan, request: Request, mask: int) -> CanvasState:
+def enter(state: CanvasState, plan: DenoisePlan, request: DenoiseRequest, mask: int) -> CanvasState:
     """Rows whose block is complete go on to their next one."""
-    block = slots(state, plan.block_length, mask)
+    block = active_block(state, plan.block_length, mask)
     moves = ~jnp.any(block.masked, axis=1) & ~state.done
     state = replace(state, block=state.block + moves, step=jnp.where(moves, 0, state.step))
-    inside = jnp.sum(slots(state, plan.block_length, mask).masked, axis=1, dtype=jnp.int32)
+    inside = jnp.sum(active_block(state, plan.block_length, mask).masked, axis=1, dtype=jnp.int32)
     trend = None if request.ahead is None else request.ahead.reset(state.trend, moves)
     return replace(
         state,
@@ -203,10 +213,10 @@ def enter(state: CanvasState, plan: Plan, request: Request, mask: int) -> Canvas
     )
 
 
-def decide(state: CanvasState, view: View, plan: Plan, request: Request, mask: int) -> CanvasState:
+def decide(state: CanvasState, view: View, plan: DenoisePlan, request: DenoiseRequest, mask: int) -> CanvasState:
     """What the policy commits of the active blocks is written."""
     params, policy, end = request.params, request.policy, request.end
-    block = slots(state, plan.block_length, mask)
+    block = active_block(state, plan.block_length, mask)
     active = jnp.any(block.masked, axis=1)
     logits = without(view.logits, params.stop_ids) if end is not None and end.forbid else view.logits
     policy_state, logits = policy.refine(state.policy, logits, block.masked)
@@ -218,21 +228,29 @@ def decide(state: CanvasState, view: View, plan: Plan, request: Request, mask: i
     trend, confidence, uncertainty = state.trend, raw, jnp.zeros_like(raw)
     if request.ahead is not None:
         trend, confidence, uncertainty = _look_ahead(state, request.ahead, seen, raw, block, fixed, plan)
+    budget = plan.blocks * request.steps
     observation = Observation(
         logits=seen.logits, token=seen.token, raw=raw, confidence=confidence, uncertainty=uncertainty,
         masked=block.masked, live=block.live, tokens=block.tokens, step=state.step,
         steps=jnp.broadcast_to(request.steps, state.step.shape), entry=state.entry,
         quota=linear_quota(state.entry, request.steps, state.step),
-        progress=(jnp.maximum(state.block, 0) * request.steps + state.step) / (plan.blocks * request.steps), is_end=is_end,
+        progress=jnp.minimum((jnp.maximum(state.block, 0) * request.steps + state.step) / budget, 1.0),
+        spent=jnp.minimum(state.nfe / budget, 1.0), is_end=is_end,
     )  # fmt: skip
     policy_state, token, commit = policy.step(policy_state, observation, step_keys(Noise.POLICY))
     state = replace(state, policy=policy_state, trend=trend)
     state = write(state, block, token, commit & block.masked & (token != mask), active)
+    if policy.drafts:
+        state = show(state, block, token, policy.show(observation, commit & block.masked))
     return finish(state, view, block, seen.token, token, commit & block.masked, raw, request, mask)
 
 
 def write(
-    state: CanvasState, block: Slots, token: Int32[Array, "B T"], commit: Bool[Array, "B T"], active: Bool[Array, "B"]
+    state: CanvasState,
+    block: ActiveBlock,
+    token: Int32[Array, "B T"],
+    commit: Bool[Array, "B T"],
+    active: Bool[Array, "B"],
 ) -> CanvasState:
     """Committed tokens go into the canvas; active rows have taken a step and a pass."""
     S = state.tokens.shape[1]
@@ -247,24 +265,34 @@ def write(
     )
 
 
+def show(state: CanvasState, block: ActiveBlock, token: Int32[Array, "B T"], shown: Bool[Array, "B T"]) -> CanvasState:
+    """The masked slots of the active blocks that passes see a token in, until the next step."""
+    assert state.shown is not None
+    at = (
+        jnp.arange(token.shape[0], dtype=jnp.int32)[:, None],
+        jnp.where(block.live, block.column, state.tokens.shape[1]),
+    )
+    return replace(state, shown=state.shown.at[at].set(jnp.where(shown, token, -1), mode="drop"))
+
+
 def finish(
-    state: CanvasState, view: View, block: Slots, candidate: Array, token: Array, commit: Array, raw: Array,
-    request: Request, mask: int,
+    state: CanvasState, view: View, block: ActiveBlock, candidate: Array, token: Array, commit: Array, raw: Array,
+    request: DenoiseRequest, mask: int,
 ) -> CanvasState:  # fmt: skip
     """Ends: canvases are cut, and rows with nothing left to write are done."""
     end = request.end
     if end is not None and end.truncate:
-        column, p = view.end_column, view.end_probability
-        if not end.anywhere:
-            p = jnp.where(block.masked & _is_end(candidate, request.params), raw, -1.0)
-            at = jnp.argmax(p, axis=1)[:, None]
-            column, p = (jnp.take_along_axis(a, at, axis=1)[:, 0] for a in (block.column, p))
+        p = view.end
+        if p is None:
+            p = _on_canvas(state, block.column, jnp.where(block.masked & _is_end(candidate, request.params), raw, -1.0))
+        active = jnp.any(block.masked, axis=1, keepdims=True)  # a row that waits for others decides nothing
+        p = jnp.where(active, p, -1.0)
         if end.in_order:
-            left = masked_columns(state, mask)
-            before = jnp.arange(left.shape[1], dtype=jnp.int32) < column[:, None]
-            p = jnp.where(jnp.any(left & before, axis=1), -1.0, p)
+            before = jnp.cumsum(masked_columns(state, mask), axis=1) - masked_columns(state, mask)
+            p = jnp.where(before == 0, p, -1.0)
+        column = jnp.argmax(p, axis=1).astype(jnp.int32)
         written = commit & _is_end(token, request.params)
-        length = end.cut(written, block.column, column, p, state.length)
+        length = end.cut(written, block.column, column, jnp.max(p, axis=1), state.length)
         state = replace(state, length=jnp.where(state.done, state.length, length))
     left = masked_columns(state, mask)
     if end is not None and end.stop:
@@ -277,7 +305,13 @@ def finish(
 
 
 def _look_ahead(
-    state: CanvasState, ahead: ConfidenceExtrapolation, seen: Any, raw: Array, block: Slots, fixed: Array, plan: Plan
+    state: CanvasState,
+    ahead: ConfidenceExtrapolation,
+    seen: Any,
+    raw: Array,
+    block: ActiveBlock,
+    fixed: Array,
+    plan: DenoisePlan,
 ) -> tuple[Any, Array, Array]:
     before = jnp.maximum(state.block, 0) * plan.block_length if ahead.scope == "answer" else None
     margin = None
@@ -287,15 +321,16 @@ def _look_ahead(
     return ahead.observe(state.trend, raw, seen.token, block.masked, left_coverage(fixed, before), margin)
 
 
-def full_step(model: Decoder, state: CanvasState, plan: Plan, request: Request) -> CanvasState:
+def full_step(model: Decoder, state: CanvasState, plan: DenoisePlan, request: DenoiseRequest) -> CanvasState:
     """Rows enter their blocks, the whole canvas is computed, the policy decides."""
     mask = _mask(model)
     state = enter(state, plan, request, mask)
-    active = jnp.any(slots(state, plan.block_length, mask).masked, axis=1)
+    active = jnp.any(active_block(state, plan.block_length, mask).masked, axis=1)
+    counts = request.count_empty & (state.step == 0)  # a pass that only refreshes has no empty one behind it
     view, cache = full_pass(model, state, plan, request)
     state = replace(state, cache=cache, cached_length=state.length)
     if plan.cache.unconditional_first:
-        block = slots(state, plan.block_length, mask)
+        block = active_block(state, plan.block_length, mask)
         key = _step_keys(request.params, block.column, state.nfe, Noise.DENOISE)
         first = candidates(view.logits, request.params, key, mask, sampled=plan.sampled)
         at_first = jnp.arange(plan.block_length, dtype=jnp.int32) == 0
@@ -304,21 +339,21 @@ def full_step(model: Decoder, state: CanvasState, plan: Plan, request: Request) 
         state = finish(state, view, block, first.token, first.token, commit, first.raw, request, mask)
     else:
         state = decide(state, view, plan, request, mask)
-    complete = ~jnp.any(slots(state, plan.block_length, mask).masked, axis=1)
-    state = replace(state, empty=state.empty + (active & complete & request.count_empty))
+    complete = ~jnp.any(active_block(state, plan.block_length, mask).masked, axis=1)
+    state = replace(state, empty=state.empty + (active & complete & counts))
     return replace(state, age=jnp.int32(1), passes=state.passes + jnp.array([1, 0], jnp.int32))
 
 
-def short_step(model: Decoder, state: CanvasState, plan: Plan, request: Request) -> CanvasState:
+def short_step(model: Decoder, state: CanvasState, plan: DenoisePlan, request: DenoiseRequest) -> CanvasState:
     """The active blocks over the cache; rows whose block is complete stay as they are."""
     view = short_pass(model, state, plan, request)
     state = decide(state, view, plan, request, _mask(model))
     return replace(state, age=state.age + 1, passes=state.passes + jnp.array([0, 1], jnp.int32))
 
 
-def wants_short(state: CanvasState, plan: Plan, mask: int) -> Bool[Array, ""]:
+def wants_short(state: CanvasState, plan: DenoisePlan, mask: int) -> Bool[Array, ""]:
     """Whether a short pass comes next: some block is incomplete, and the cache is not too old."""
-    incomplete = jnp.any(slots(state, plan.block_length, mask).masked)
+    incomplete = jnp.any(active_block(state, plan.block_length, mask).masked)
     every = plan.cache.refresh_every
     return incomplete & (state.age > 0) & (True if every is None else state.age < every)
 
@@ -359,6 +394,7 @@ def program(config: ModelConfig) -> Program:
         state = CanvasState(
             cache=None if plan.cache.kind == "none" else KVCache.empty(config, rows, S, dtype),
             tokens=jnp.where(column < start[:, None], prompts, mask),
+            shown=jnp.full((B, S), -1, jnp.int32) if policy.drafts else None,
             start=start,
             length=start + plan.gen_length,
             cached_length=start + plan.gen_length,

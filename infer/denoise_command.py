@@ -100,8 +100,8 @@ def run(config: DenoiseConfig) -> None:
         _watch(model, prompts, settings, config.gen_length)
         return
     for start in range(0, len(prompts), config.batch_size):
-        settings["seed"] = config.seed + start // config.batch_size
-        out = denoise(model, prompts[start : start + config.batch_size], **settings)
+        batch = prompts[start : start + config.batch_size]
+        out = denoise(model, batch, **settings, index=range(start, start + len(batch)))
         for number, record in enumerate(_records(out), start):
             print(json.dumps({"prompt": number, **record}, ensure_ascii=False), flush=True)
 

@@ -13,7 +13,7 @@ from jaxtyping import Int32
 from dflax import processes, text
 from dflax.errors import DflaxError
 from dflax.infer.canvas import Cache, CanvasState, columns
-from dflax.infer.denoise import Plan, Request, program
+from dflax.infer.denoise import DenoisePlan, DenoiseRequest, program
 from dflax.infer.endings import EndOfText, text_length
 from dflax.infer.extrapolation import ConfidenceExtrapolation
 from dflax.infer.fit import check_diffusion
@@ -93,7 +93,12 @@ class Denoising:
     """
 
     def __init__(
-        self, model: Model, prompts: Sequence[Sequence[int]], plan: Plan, request: Request, ends: Sequence[int] = ()
+        self,
+        model: Model,
+        prompts: Sequence[Sequence[int]],
+        plan: DenoisePlan,
+        request: DenoiseRequest,
+        ends: Sequence[int] = (),
     ):
         self.model, self.plan, self.ends = model, plan, ends
         self._put = partial(processes.everywhere, mesh=model.mesh)
@@ -103,7 +108,7 @@ class Denoising:
             row[: len(prompt)] = prompt
         self._program = program(model.config)
         self._already_compiled = self._program.compiled()
-        self.request: Request = self._put(request)
+        self.request: DenoiseRequest = self._put(request)
         self.seconds = 0.0
         self.state: CanvasState = self._program.start(
             *self._put((tokens, self.lengths)), self.request, plan=plan, dtype=model.dtype, mesh=model.mesh
@@ -143,6 +148,7 @@ def denoise(
     cfg_scale: Any = 0.0,
     seed: Any = 0,
     enable_thinking: bool | None = None,
+    index: Sequence[int] | None = None,
 ) -> DenoiseOutput:
     """Answers of a diffusion language model, denoised block by block.
 
@@ -165,6 +171,7 @@ def denoise(
       cfg_scale: w of logits = u + (w + 1)(l - u), u without the prompt; 0: off, one pass for both.
       seed: noise is keyed by (seed, prompt number, position, step).
       enable_thinking: passed to the chat template; None: its default.
+      index: number of each prompt; None: from 0. Whoever cuts a list into batches gives those of the list, and gets its samples.
 
     Raises:
       DflaxError: an impossible value, an empty prompt, ids outside the vocabulary, a model that is none of diffusion or whose mask
@@ -172,7 +179,7 @@ def denoise(
     """
     session = prepare(
         model, prompts, gen_length, block_length, steps, policy, cache, extrapolation, end_of_text, temperature, top_k, top_p,
-        cfg_scale, seed, enable_thinking,
+        cfg_scale, seed, enable_thinking, index,
     )  # fmt: skip
     return _output(session, session.advance())
 
@@ -180,7 +187,7 @@ def denoise(
 def stream_denoise(
     model: Model, prompts: Sequence[Any], *arguments: Any, passes_per_call: int = 1, **options: Any
 ) -> Iterator[DenoisePiece]:
-    """Tokens as they are committed, in whatever order; takes what `denoise` takes, checked at once and not at the first piece.
+    """Tokens as they are committed (`dflax.stream`), in whatever order: arguments of `denoise`, checked at once, not at the first piece.
 
     passes_per_call: passes between two looks at the device; what they wrote into an answer is one piece.
     """
@@ -205,6 +212,7 @@ def prepare(
     cfg_scale: Any = 0.0,
     seed: Any = 0,
     enable_thinking: bool | None = None,
+    index: Sequence[int] | None = None,
 ) -> Denoising:
     """What `denoise` is asked, checked and ready to advance; nothing is computed yet."""
     config, mask = check_diffusion(model)
@@ -254,13 +262,20 @@ def prepare(
     if end_of_text is not None and not ends:
         raise DflaxError("the model names no end token; give EndOfText(tokens=...)")
     params = SamplingParams.build(
-        len(ids), config.vocab_size, temperature=temperature, top_k=top_k, top_p=top_p, stop_ids=ends, seed=seed
+        len(ids),
+        config.vocab_size,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        stop_ids=ends,
+        seed=seed,
+        index=index,
     )
     guidance = _guidance(cfg_scale, len(ids))
     if end_of_text is not None:  # its tokens travel in `params`, so that others compile nothing
         end_of_text = replace(end_of_text, tokens=None)
     sampled = bool(np.any(np.asarray(temperature, np.float64) > 0))
-    plan = Plan(
+    plan = DenoisePlan(
         block_length=int(block_length),
         gen_length=int(gen_length),
         cache=replace(cache, count_empty_pass=False),
@@ -268,7 +283,9 @@ def prepare(
         sampled=sampled or (policy.tempered and not (top_k is None and top_p is None)),
     )
     count_empty = np.bool_(cache.count_empty_pass)
-    request = Request(params, guidance, np.int32(steps // blocks), count_empty, policy, extrapolation, end_of_text)
+    request = DenoiseRequest(
+        params, guidance, np.int32(steps // blocks), count_empty, policy, extrapolation, end_of_text
+    )
     return Denoising(model, ids, plan, request, ends)
 
 

@@ -154,8 +154,8 @@ def measure(
     """Answers all tasks by every method and cache of `runs`, where the journal lacks it, and appends the calls.
 
     A row of the journal is one call: what identifies it, its time, and per problem whether it is right (None: cannot be told), forward
-    passes, tokens before the end token, the tokens and the pass that wrote each. The time is that of its own places in the batch: a last
-    batch is filled up with copies of its last problem, so that all calls are of one size.
+    passes, tokens before the end token, the tokens and the pass that wrote each. The call's passes are the batch's, its time is that of
+    its own places there, a share: a last batch is filled up with copies of its last problem, so that all calls are of one size.
 
     Raises DflaxError if the journal has calls of the same name that were made with other weights, constants or problems.
     """
@@ -208,7 +208,9 @@ def measure(
                     "repeat": repeat,
                     "session": session,
                     "commit": commit,
+                    "share": len(part) / size,
                     "seconds": out.stats.seconds * len(part) / size,
+                    "passes": out.stats.full_passes + out.stats.short_passes,
                     "set": [task.set for task in part],
                     "index": [task.index for task in part],
                     **_answers(part, out, ends),
@@ -230,7 +232,8 @@ def _warm(
         "extrapolation": method.ahead,
         "end_of_text": ENDS[conditions.end_of_text],
         "temperature": conditions.temperature,
-        "seed": [conditions.seed + task.index for task in full],
+        "seed": conditions.seed,
+        "index": [task.index for task in full],
     }
     prompts = [list(task.tokens) for task in full]
     out = denoise(model, prompts, **options)
@@ -270,8 +273,8 @@ def _check_maps(config: DiffusionBenchConfig, methods: Sequence[Method], journal
 
 
 def _digest(model: Model, tasks: Sequence[Task]) -> str:
-    asked = [(task.set, task.index, task.tokens) for task in tasks]
-    return hashlib.sha256(json.dumps([model.fingerprint, asked]).encode()).hexdigest()[:16]
+    asked = [(task.set, task.index, task.tokens, task.value) for task in tasks]
+    return hashlib.sha256(json.dumps([model.fingerprint, asdict(model.config), asked]).encode()).hexdigest()[:16]
 
 
 def _publish(

@@ -48,7 +48,7 @@ class Measured:
     tokens: Float[Any, "n"]
     commit_steps: list[list[int]]
     calls: dict[tuple[int, int], tuple[float, float, float]]
-    """(session, batch) -> tokens, seconds, and passes of the call, which go on until its last problem is answered."""
+    """(session, batch) -> tokens, seconds, and passes of the batch; the last two as many as its places are worth."""
 
 
 @dataclass(frozen=True)
@@ -234,7 +234,7 @@ def _measured(calls: Sequence[Mapping[str, Any]]) -> Measured:
             (session, batch): (
                 float(sum(once[batch]["counted"])),
                 statistics.median(each),
-                float(max(once[batch]["nfe"])),
+                once[batch]["passes"] * once[batch]["share"],
             )
             for (session, batch), each in times.items()
         },

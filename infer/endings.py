@@ -43,6 +43,10 @@ class EndOfText:
         """Raises DflaxError for a value that cannot be meant."""
         if isinstance(self.floor, bool) or not isinstance(self.floor, (int, float)) or not 0 <= self.floor <= 1:
             raise DflaxError(f"floor of the end of text is {self.floor!r}; it must be a number from 0 to 1")
+        if self.tokens is not None and not isinstance(self.tokens, (tuple, list)):
+            raise DflaxError(
+                f"tokens of the end of text is {self.tokens!r}; it must be a tuple of token ids, such as (2,)"
+            )
         if self.tokens is not None and not self.tokens:
             raise DflaxError("the end of text has no tokens; give at least one, or None for the model's own")
 

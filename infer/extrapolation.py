@@ -101,7 +101,7 @@ class ConfidenceExtrapolation:
     def check(self) -> None:
         """Raises DflaxError for a value that cannot be meant. Called on the host, where the numbers are numbers."""
         limits: dict[str, tuple[float, float]] = {
-            "horizon": (1, float("inf")),
+            "horizon": (1, 2**20),
             "min_observations": (1, float("inf")),
             "coverage": (0, 0.999999),
         }
@@ -112,6 +112,11 @@ class ConfidenceExtrapolation:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
                 raise DflaxError(f"{name} of the look-ahead is {value!r}; it must be a number from {low:g} to {high:g}")
+        for name in ("horizon", "min_observations"):
+            if not isinstance(getattr(self, name), int):
+                raise DflaxError(
+                    f"{name} of the look-ahead is {getattr(self, name)!r}; it counts steps, a whole number"
+                )
         for name, allowed in (("signal", ("confidence", "margin")), ("scope", ("block", "answer"))):
             if getattr(self, name) not in allowed:
                 raise DflaxError(

@@ -14,8 +14,9 @@ from dflax.infer.sampling import SamplingParams
 from dflax.infer.session import Progress, Session
 from dflax.model import Model
 
-AUTO_SIZES = (2, 3, 4, 5, 6, 8, 12, 16)
-"""Block sizes that "auto" chooses among: of those up to the trained size, five at most."""
+AUTO_SIZES = (1, 2, 3, 4, 5, 6, 8, 12, 16)
+"""Block sizes that "auto" chooses among: of those up to the trained size, five at most. 1 drafts nothing: where drafts cost more than they
+gain it is the fastest."""
 
 AUTO_ROUNDS = 16
 """Rounds between two choices of the block size; an untried size runs for `AUTO_TRIAL`."""
@@ -85,6 +86,7 @@ def generate(
     seed: Any = 0,
     stop_token_ids: Sequence[Any] | None = None,
     enable_thinking: bool | None = None,
+    index: Sequence[int] | None = None,
 ) -> Output:
     """Plain autoregressive decoding of a batch.
 
@@ -101,12 +103,13 @@ def generate(
       seed: noise is keyed by (seed, prompt number, position).
       stop_token_ids: a response ends after any of these; None: the model's own, []: none; or one list per prompt.
       enable_thinking: passed to the chat template; None: its default.
+      index: number of each prompt; None: from 0. Whoever cuts a list into batches gives those of the list, and gets its samples.
 
     Raises:
       DflaxError: an impossible value, an empty prompt, ids outside the vocabulary, or too many tokens for the model.
     """
     session = _session(
-        target, None, prompts, max_new_tokens, temperature, top_k, top_p, seed, stop_token_ids, enable_thinking
+        target, None, prompts, max_new_tokens, temperature, top_k, top_p, seed, stop_token_ids, enable_thinking, index
     )
     session.prefill()
     session.advance(1)
@@ -127,6 +130,7 @@ def speculate(
     drafts: str = "argmax",
     allow_larger_blocks: bool = False,
     enable_thinking: bool | None = None,
+    index: Sequence[int] | None = None,
 ) -> Output:
     """What `generate` gives, written in blocks: a drafter proposes, the target verifies a block in one pass.
 
@@ -155,6 +159,7 @@ def speculate(
         seed,
         stop_token_ids,
         enable_thinking,
+        index,
         drafts,
     )
     if block_size == "auto":
@@ -167,46 +172,58 @@ def speculate(
     return _output(session)
 
 
-def stream(
+def stream_generate(
     target: Model,
-    drafter: Model | None,
     prompts: Sequence[Any],
     max_new_tokens: int | Sequence[int] = 256,
     temperature: Any = 0.0,
     top_k: Any = None,
     top_p: Any = None,
     seed: Any = 0,
-    block_size: int | str | None = None,
+    stop_token_ids: Sequence[Any] | None = None,
+    enable_thinking: bool | None = None,
+    index: Sequence[int] | None = None,
+    rounds_per_call: int = 1,
+) -> Iterator[Piece]:
+    """What `generate` gives, as it is written (`dflax.stream`)."""
+    _check_rounds(rounds_per_call)
+    session = _session(
+        target, None, prompts, max_new_tokens, temperature, top_k, top_p, seed, stop_token_ids, enable_thinking, index
+    )
+    return _pieces(session, 1, rounds_per_call)
+
+
+def stream_speculate(
+    target: Model,
+    drafter: Model,
+    prompts: Sequence[Any],
+    max_new_tokens: int | Sequence[int] = 256,
+    temperature: Any = 0.0,
+    top_k: Any = None,
+    top_p: Any = None,
+    seed: Any = 0,
+    block_size: int | None = None,
     stop_token_ids: Sequence[Any] | None = None,
     drafts: str = "argmax",
     allow_larger_blocks: bool = False,
     enable_thinking: bool | None = None,
+    index: Sequence[int] | None = None,
     rounds_per_call: int = 1,
 ) -> Iterator[Piece]:
-    """Tokens as they are committed: arguments of `speculate`, or with drafter None of `generate`.
-
-    Arguments are checked at once, not at the first piece. block_size: a number; "auto" is for whole responses.
-    rounds_per_call: rounds between two looks at the device; every round is a piece of its own all the same.
-    """
-    if isinstance(rounds_per_call, bool) or not isinstance(rounds_per_call, int) or rounds_per_call < 1:
-        raise DflaxError(f"rounds_per_call is {rounds_per_call!r}; it must be a whole number of at least 1")
-    session = _session(
-        target,
-        drafter,
-        prompts,
-        max_new_tokens,
-        temperature,
-        top_k,
-        top_p,
-        seed,
-        stop_token_ids,
-        enable_thinking,
-        drafts,
-    )
+    """What `speculate` gives, as it is written (`dflax.stream`)."""
+    _check_rounds(rounds_per_call)
     if block_size == "auto":
         raise DflaxError('block_size is "auto", which is for whole responses; give stream a number, or None')
-    size = 1 if drafter is None else check_block_size(drafter, block_size, allow_larger_blocks)
-    return _pieces(session, size, rounds_per_call)
+    session = _session(
+        target, drafter, prompts, max_new_tokens, temperature, top_k, top_p, seed, stop_token_ids, enable_thinking, index,
+        drafts,
+    )  # fmt: skip
+    return _pieces(session, check_block_size(drafter, block_size, allow_larger_blocks), rounds_per_call)
+
+
+def _check_rounds(rounds_per_call: Any) -> None:
+    if isinstance(rounds_per_call, bool) or not isinstance(rounds_per_call, int) or rounds_per_call < 1:
+        raise DflaxError(f"rounds_per_call is {rounds_per_call!r}; it must be a whole number of at least 1")
 
 
 def auto_sizes(trained: int) -> tuple[int, ...]:
@@ -218,7 +235,7 @@ def auto_sizes(trained: int) -> tuple[int, ...]:
 
 def _session(
     target: Model, drafter: Model | None, prompts: Sequence[Any], max_new_tokens: Any, temperature: Any, top_k: Any, top_p: Any,
-    seed: Any, stop_token_ids: Any, enable_thinking: bool | None, drafts: str = "argmax",
+    seed: Any, stop_token_ids: Any, enable_thinking: bool | None, index: Sequence[int] | None, drafts: str = "argmax",
 ) -> Session:  # fmt: skip
     """Everything a user gave, checked; nothing is computed yet."""
     if drafter is None:
@@ -240,7 +257,14 @@ def _session(
     if stop_token_ids is None:
         stop_token_ids = [token for token in target.stop_token_ids if token < vocab]
     params = SamplingParams.build(
-        len(ids), vocab, temperature=temperature, top_k=top_k, top_p=top_p, stop_ids=stop_token_ids, seed=seed
+        len(ids),
+        vocab,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        stop_ids=stop_token_ids,
+        seed=seed,
+        index=index,
     )
     warm = np.any(np.asarray(temperature, np.float64) > 0)  # at temperature 0 a sampled draft is the argmax
     return Session(target, drafter, ids, budgets, params, sampled=bool(drafts == "sampled" and warm))

@@ -10,9 +10,10 @@ from typing import Any, Literal
 from tyro.conf import Positional
 
 from dflax.errors import DflaxError
-from dflax.infer.generate import Output, generate, speculate, stream
+from dflax.infer.generate import Output, generate, speculate
 from dflax.infer.prompts import read
 from dflax.infer.report import mean_acceptance_length
+from dflax.infer.streaming import stream
 from dflax.model import Model, load
 
 THINKING = {"default": None, "on": True, "off": False}
@@ -86,27 +87,27 @@ def run(config: GenerateConfig) -> None:
         return
     for start in range(0, len(prompts), config.batch_size):
         batch = prompts[start : start + config.batch_size]
-        out = _batch(config, target, drafter, batch, config.seed + start // config.batch_size)
+        out = _batch(config, target, drafter, batch, range(start, start + len(batch)))
         for number, record in enumerate(_records(out), start):
             print(json.dumps({"prompt": number, **record}, ensure_ascii=False), flush=True)
 
 
 def _stream(config: GenerateConfig, target: Model, drafter: Model | None, prompts: list[Any]) -> None:
-    pieces = stream(target, drafter, prompts, **_settings(config), **_drafting(config, drafter), seed=config.seed)
+    pieces = stream(target, drafter, prompts, **_settings(config), **_drafting(config, drafter))
     for piece in pieces:
         sys.stdout.write(piece.text if target.tokenizer is not None else "".join(f"{token} " for token in piece.tokens))
         sys.stdout.flush()
     print()
 
 
-def _batch(config: GenerateConfig, target: Model, drafter: Model | None, prompts: list[Any], seed: int) -> Output:
+def _batch(config: GenerateConfig, target: Model, drafter: Model | None, prompts: list[Any], index: range) -> Output:
     if drafter is None:
-        return generate(target, prompts, **_settings(config), seed=seed)
-    return speculate(target, drafter, prompts, **_settings(config), **_drafting(config, drafter), seed=seed)
+        return generate(target, prompts, **_settings(config), index=index)
+    return speculate(target, drafter, prompts, **_settings(config), **_drafting(config, drafter), index=index)
 
 
 def _settings(config: GenerateConfig) -> dict[str, Any]:
-    names = ("max_new_tokens", "temperature", "top_k", "top_p")
+    names = ("max_new_tokens", "temperature", "top_k", "top_p", "seed")
     return {name: getattr(config, name) for name in names} | {"enable_thinking": THINKING[config.thinking]}
 
 

@@ -3,9 +3,11 @@
 import json
 import os
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from dflax import files
 from dflax.errors import DflaxError
 
 SETTINGS = "settings.json"
@@ -20,10 +22,17 @@ class Journal:
 
     def __init__(self, path: str | os.PathLike[str], settings: Mapping[str, Any]):
         self.path = Path(path)
+        with ExitStack() as stack:
+            stack.enter_context(files.alone(self.path.parent))
+            self._open(settings)
+            self._alone = stack.pop_all()
+
+    def _open(self, settings: Mapping[str, Any]) -> None:
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
             self.rows = _recover(self.path)
-            _claim(self.path.parent, settings, fresh=not self.rows)
+            if not self.rows:  # what was begun in vain binds nobody
+                (self.path.parent / SETTINGS).unlink(missing_ok=True)
+            files.bind(self.path.parent / SETTINGS, settings)
             self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         except OSError as error:
             raise DflaxError(f"cannot write {self.path}: {error.strerror}") from error
@@ -39,6 +48,7 @@ class Journal:
 
     def close(self) -> None:
         os.close(self._file)
+        self._alone.close()
 
     def __enter__(self) -> "Journal":
         return self
@@ -50,25 +60,6 @@ class Journal:
 def line(row: Mapping[str, Any]) -> bytes:
     """The bytes of a row."""
     return json.dumps(row, ensure_ascii=False).encode() + b"\n"
-
-
-def _claim(folder: Path, settings: Mapping[str, Any], fresh: bool) -> None:
-    path = folder / SETTINGS
-    wanted = json.loads(json.dumps(settings))
-    if path.exists() and not fresh:
-        try:
-            found = json.loads(path.read_text())
-        except ValueError:
-            raise DflaxError(f"{path} is damaged; remove the folder to start over") from None
-        for key in wanted | found:
-            if wanted.get(key) != found.get(key):
-                raise DflaxError(
-                    f"{folder} was begun with {key} = {found.get(key)!r}, now it is {wanted.get(key)!r}; give another folder"
-                )
-        return
-    beside = path.with_name(f"{SETTINGS}.partial")
-    beside.write_text(json.dumps(wanted, indent=2) + "\n")
-    os.replace(beside, path)
 
 
 def _recover(path: Path) -> list[dict[str, Any]]:

@@ -2,14 +2,14 @@
 
 Their weights are leaves, so that one compiled loop serves every controller of a shape. What the papers leave open:
 
-* TSPD's paper remasks a falling share of the positions it did not fix (A.2), which read literally leaves tokens visible that are not
-  final. Here, as in Learn2PD, a slot is final or it is the mask token.
+* TSPD's paper remasks a share of the positions it did not fix (A.2), which read literally leaves tokens visible that are not final.
+  Here, as in Learn2PD, a slot is final or it is the mask token; `remask="representative"` reads literally.
 * The paper has no rule for a step in which the gate fixes nothing; the forced slot is Learn2PD's.
 """
 
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +18,11 @@ from jaxtyping import Array, Bool, Float, Key
 from dflax import controllers
 from dflax.config import ControllerConfig, FilterConfig
 from dflax.errors import DflaxError
-from dflax.infer.policies import Observation, Policy, best, check_number
+from dflax.infer.policies import Observation, Policy, best, check_number, ranks
 from dflax.models import params
 from dflax.models.controller import AcceptanceFilter, Controller, Trail, build, memory_shape, normalised_entropy
+
+Remask = Literal["unfixed", "representative"]
 
 
 @jax.tree_util.register_dataclass
@@ -46,15 +48,22 @@ class TSPD(Policy):
     config: ControllerConfig = field(metadata={"static": True})
     threshold: Any = 0.5
     """float: of the hard gate. Published; above 1 nothing is fixed but the forced slot, which is plain decoding."""
+    remask: Remask = field(default="unfixed", metadata={"static": True})
+    """What the next pass sees as masks: every slot that is not fixed, or (A.2, literally) of n such slots the floor(n t / 2K) least
+    confident, t passes of the K that the schedule has, while the others show their candidates and are decided again."""
+
+    @property
+    def drafts(self) -> bool:
+        return self.remask == "representative"
 
     @classmethod
-    def of(cls, controller: Controller, threshold: float = 0.5) -> "TSPD":
-        return cls(params.flatten(controller), controller.config, threshold)
+    def of(cls, controller: Controller, threshold: float = 0.5, remask: Remask = "unfixed") -> "TSPD":
+        return cls(params.flatten(controller), controller.config, threshold, remask)
 
     @classmethod
-    def load(cls, name: str, threshold: float = 0.5) -> "TSPD":
+    def load(cls, name: str, threshold: float = 0.5, remask: Remask = "unfixed") -> "TSPD":
         """From a folder that `dflax train controller` wrote, a hub id or a built-in name."""
-        return cls.of(controllers.load(name, "tspd_controller"), threshold)
+        return cls.of(controllers.load(name, "tspd_controller"), threshold, remask)
 
     def init(self, B: int, T: int, V: int) -> Watch:
         if self.config.block_length != T:
@@ -75,8 +84,16 @@ class TSPD(Policy):
         fixed = seen.masked & (jax.nn.sigmoid(z) >= self.threshold)
         return Watch(trail, memory), seen.token, fixed | best(seen.raw, seen.masked)
 
+    def show(self, seen: Observation, commit: Bool[Array, "B T"]) -> Bool[Array, "B T"]:
+        left = seen.masked & ~commit
+        count = jnp.sum(left, axis=1, dtype=jnp.int32)
+        remasked = jnp.floor(0.5 * seen.spent * count).astype(jnp.int32)
+        return left & (ranks(seen.confidence, left, seen.raw) < (count - remasked)[:, None])
+
     def check(self) -> None:
         check_number("threshold", self.threshold)
+        if self.remask not in get_args(Remask):
+            raise DflaxError(f"remask is {self.remask!r}; it must be one of {', '.join(get_args(Remask))}")
 
 
 @jax.tree_util.register_dataclass

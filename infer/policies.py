@@ -11,6 +11,7 @@ A step of the loop looks at the T slots of every row's active block. What happen
    no policy knows of it: a policy compares `confidence`, and breaks ties and picks its forced token by `raw`.
 5. `policy.step(state, observation, key)` says which tokens stand in the slots and which slots are committed now. The loop commits
    only `masked` slots, whatever the policy says.
+6. A policy that `drafts` says by `policy.show` which candidates the next pass sees in place of masks, without their being final.
 
 A policy is a frozen dataclass and a pytree: numbers and weights are leaves (other values compile nothing), choices that change the
 program are static fields (`field(metadata={"static": True})`). Its state is a pytree of arrays with the rows first, so that a
@@ -62,7 +63,9 @@ class Observation:
     quota: Int32[Any, "B"]
     """What the linear schedule commits in this step: entry // steps, one more in the first entry % steps steps."""
     progress: Float[Any, "B"]
-    """float32 in [0, 1]: share of the whole run's scheduled steps that the row has behind it."""
+    """float32 in [0, 1]: share of the whole run's scheduled steps that lie behind this one, those of complete blocks counted whole."""
+    spent: Float[Any, "B"]
+    """float32 in [0, 1]: passes that the row has taken over the whole run's scheduled steps."""
     is_end: Bool[Any, "B T"]
     """The candidate is an end-of-text token."""
 
@@ -72,6 +75,8 @@ class Policy(ABC):
 
     tempered: bool = False
     """Whether `Observation.logits` and with them the confidence are those after temperature, top-k and top-p."""
+    drafts: bool = False
+    """Whether slots that are not committed may show their candidate to the next pass (`show`)."""
     reads_confidence: bool = True
     """Whether the choice goes by `Observation.confidence`, so that a look-ahead or a delay of end tokens can act on it."""
 
@@ -94,6 +99,10 @@ class Policy(ABC):
         self, state: Any, seen: Observation, key: Key[Array, "B T"]
     ) -> tuple[Any, Int32[Array, "B T"], Bool[Array, "B T"]]:
         """(state, token of every slot, slots that are committed with it)."""
+
+    def show(self, seen: Observation, commit: Bool[Array, "B T"]) -> Bool[Array, "B T"]:
+        """Of the masked slots that this step does not commit, those whose candidate the next pass sees. Asked where it `drafts`."""
+        return jnp.zeros_like(commit)
 
     def check(self) -> None:
         """Raises DflaxError for a value that cannot be meant. Called on the host, where the numbers are numbers."""
@@ -287,10 +296,10 @@ class Factor(Policy):
     """The published code takes all masked slots where the rule takes all but one; the paper's rule does not."""
 
     def step(self, state: Any, seen: Observation, key: Key[Array, "B T"]) -> tuple[Any, Array, Array]:
-        n = jnp.maximum(factor_count(seen.confidence, seen.masked, self.factor), 1)
+        n = factor_count(seen.confidence, seen.masked, self.factor)
         if self.one_more:
             left = jnp.sum(seen.masked, axis=1, dtype=jnp.int32)
-            n = jnp.where(n == left - 1, left, n)
+            n = jnp.where(jnp.maximum(n, 1) == left - 1, left, n)
         return state, seen.token, _best_n(seen, n)
 
     def check(self) -> None:
@@ -365,7 +374,7 @@ class Prophet(Policy):
         left = jnp.sum(seen.masked, axis=1)
         gap = jnp.sum(jnp.where(seen.masked, top[..., 0] - top[..., 1], 0.0), axis=1) / jnp.maximum(left, 1)
         bound = jnp.where(seen.progress < 0.33, self.early, jnp.where(seen.progress < 0.67, self.middle, self.late))
-        n = jnp.where(gap >= bound, left, jnp.maximum(seen.quota, 1)).astype(jnp.int32)
+        n = jnp.where(gap >= bound, left, seen.quota).astype(jnp.int32)
         return state, seen.token, _best_n(seen, n)
 
     def check(self) -> None:

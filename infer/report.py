@@ -9,7 +9,6 @@ import math
 import os
 import platform
 import subprocess
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -24,6 +23,7 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from dflax import files
 from dflax.infer.frontier import Interval
 
 PACKAGES = ("dflax", "jax", "jaxlib", "flax", "numpy", "transformers")
@@ -299,15 +299,6 @@ def _figure(
 
 
 def _write(path: str | Path, write: Callable[[IO[bytes]], object]) -> None:
-    """Writes a file beside its place and renames it: a reader sees the old one or the whole new one."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            write(file)
-        Path(temporary).chmod(0o644)
-        Path(temporary).replace(path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    """A reader sees the old file or the whole new one."""
+    with files.whole(path) as beside, open(beside, "wb") as file:
+        write(file)

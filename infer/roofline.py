@@ -10,18 +10,32 @@ from dflax.kernels_pallas.chips import Chip
 
 
 @dataclass(frozen=True)
-class Work:
-    """Of one step, over all chips together."""
+class Ways:
+    """Into how many parts a mesh cuts weights, and the rest of a step's work: what is not cut, every chip does."""
 
-    bytes: float
+    weights: int = 1
+    rows: int = 1
+
+
+@dataclass(frozen=True)
+class Work:
+    """Of one step, over all chips together: bytes of weights, bytes of caches (they belong to rows), FLOPs."""
+
+    weights: float
+    kept: float
     flops: float
 
     def __add__(self, other: "Work") -> "Work":
-        return Work(self.bytes + other.bytes, self.flops + other.flops)
+        return Work(self.weights + other.weights, self.kept + other.kept, self.flops + other.flops)
 
-    def seconds(self, chip: Chip, chips: int, collective_bytes: float = 0.0) -> float:
-        """Evenly shared; the slowest of memory, arithmetic and what a chip sends, all three at the same time."""
-        return max(self.bytes / chip.bandwidth / chips, self.flops / chip.flops / chips, collective_bytes / chip.link)
+    @property
+    def bytes(self) -> float:
+        return self.weights + self.kept
+
+    def seconds(self, chip: Chip, ways: Ways, collective_bytes: float = 0.0) -> float:
+        """The slowest of memory, arithmetic and what a chip sends, all three at the same time."""
+        read = self.weights / ways.weights + self.kept / ways.rows
+        return max(read / chip.bandwidth, self.flops / ways.rows / chip.flops, collective_bytes / chip.link)
 
 
 def layer_parameters(config: ModelConfig | DrafterConfig, tokens: int = 0) -> tuple[float, float]:
@@ -47,16 +61,19 @@ def layer_parameters(config: ModelConfig | DrafterConfig, tokens: int = 0) -> tu
 def forward(
     config: ModelConfig | DrafterConfig, rows: int, block: int, live: int, width: int, head_rows: int, vocabulary: int
 ) -> Work:
-    """A pass of `rows` rows of `block` tokens over `live` cached columns each; the head scores `head_rows` tokens of a row.
+    """A pass of `rows` rows of `block` tokens over `live` cached columns each, of which a layer with a window sees its window; the head
+    scores `head_rows` tokens of a row.
 
     width: bytes of a weight and of a cache entry.
     """
     tokens = rows * block
     read, used = layer_parameters(config, tokens)
     head = float(vocabulary * config.hidden_size) if head_rows else 0.0
-    kept = 2 * config.num_layers * config.num_kv_heads * config.head_dim * live * rows
-    attention = 4.0 * config.num_layers * config.num_heads * config.head_dim * (live + block) * tokens
-    return Work((read + head + kept) * width, 2 * used * tokens + 2 * head * rows * head_rows + attention)
+    seen = [min(live, config.window(layer) or live) for layer in range(config.num_layers)]
+    kept = 2 * config.num_kv_heads * config.head_dim * sum(seen) * rows
+    attention = 4.0 * config.num_heads * config.head_dim * sum(columns + block for columns in seen) * tokens
+    flops = 2 * used * tokens + 2 * head * rows * head_rows + attention
+    return Work((read + head) * width, kept * width, flops)
 
 
 def speculative_round(
@@ -70,7 +87,7 @@ def speculative_round(
     draft = forward(drafter, rows, block, live, width, block - 1, scored)
     fuse = float(len(drafter.target_layer_ids) * drafter.hidden_size**2)
     context = 2.0 * drafter.num_kv_heads * drafter.head_dim * drafter.hidden_size * drafter.num_layers
-    return work + draft + Work(fuse * width, 2 * (fuse + context) * rows * block)
+    return work + draft + Work(fuse * width, 0.0, 2 * (fuse + context) * rows * block)
 
 
 def drafter_training(
@@ -86,7 +103,7 @@ def drafter_training(
     context = 2.0 * drafter.num_kv_heads * drafter.head_dim * drafter.hidden_size * drafter.num_layers
     head = float((drafter.draft_vocab_size or target.vocab_size) * target.hidden_size)
     flops = 2 * used * tokens + 6 * own * slots + (4 * fuse + 6 * context) * tokens + 4 * head * slots
-    return Work(read * width + head * width + 3 * 4 * (own_read + fuse), flops)
+    return Work(read * width + head * width + 3 * 4 * (own_read + fuse), 0.0, flops)
 
 
 def diffusion_training(config: ModelConfig, rows: int, length: int, answer_columns: int) -> Work:
@@ -94,4 +111,4 @@ def diffusion_training(config: ModelConfig, rows: int, length: int, answer_colum
     out. Bytes: parameters, gradients and two moments in float32, read and written once."""
     read, used = layer_parameters(config, rows * length)
     head = float(config.vocab_size * config.hidden_size)
-    return Work(2 * 4 * 4 * (read + 2 * head), 6 * used * rows * length + 6 * head * rows * answer_columns)
+    return Work(2 * 4 * 4 * (read + 2 * head), 0.0, 6 * used * rows * length + 6 * head * rows * answer_columns)

@@ -23,6 +23,8 @@ class Task:
     tokens: tuple[int, ...]
     check: Callable[[str], bool] | None = None
     """Whether an answer is right; None where that cannot be told."""
+    value: float | None = None
+    """The right number, where there is one."""
 
 
 def load_stories(tokenizer: text.Tokenizer | None, count: int) -> list[Task]:
@@ -50,7 +52,8 @@ def load_file(path: str | Path, tokenizer: text.Tokenizer | None, limit: int | N
             break
         number = None if answer is None else known_number(answer)
         check = None if number is None else partial(ends_in, number)
-        found.append(Task(path.name.split(".")[0], len(found), prompts.tokenize(asked, tokenizer, where), check))
+        tokens = prompts.tokenize(asked, tokenizer, where)
+        found.append(Task(path.name.split(".")[0], len(found), tokens, check, number))
     if not found:
         raise DflaxError(f"{path} has no problem")
     return found

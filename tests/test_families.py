@@ -86,6 +86,22 @@ def test_a_number_that_is_none_is_refused_by_name(case, value):
             families.parse(found | {"rope_parameters": nested | {"rope_theta": value}})
 
 
+def test_rope_told_in_several_places_is_told_alike():
+    bare = {k: v for k, v in raw("target_qwen3").items() if not k.startswith("rope_")}
+    linear = {"rope_type": "linear", "factor": 2.0}
+    theta = lambda **told: families.parse(bare | told).rope.theta
+    assert (
+        theta(rope_scaling=linear | {"rope_theta": 7.0}) == theta(rope_parameters=linear | {"rope_theta": 7.0}) == 7.0
+    )
+    assert theta(rope_theta=7.0, rope_parameters=linear | {"rope_theta": 7.0}, rope_scaling=linear) == 7.0
+    for told in (
+        {"rope_theta": 7.0, "rope_parameters": {"rope_type": "default", "rope_theta": 8.0}},
+        {"rope_scaling": linear, "rope_parameters": linear | {"factor": 3.0}},
+    ):
+        with pytest.raises(DflaxError, match="contradict each other"):
+            theta(**told)
+
+
 @pytest.mark.parametrize("key", ["activation_type", "block_type", "layer_norm_type", "rope", "include_bias"])
 def test_a_dense_llada_without_a_key_that_means_something_else_when_left_out(key):
     left = {k: v for k, v in raw("llada").items() if k != key}

@@ -51,6 +51,11 @@ def test_a_fingerprint_tells_weights_apart():
     leaves["norm.weight"] = leaves["norm.weight"].at[0].add(jnp.float32(1e-3))
     other = dataclasses.replace(one, module=params.fill(one.module, leaves))
     assert other.fingerprint != one.fingerprint
+    for change in (lambda x: -x, lambda x: x[::-1]):  # negated, moved
+        leaves = params.flatten(one.module)
+        name = next(name for name in leaves if name.endswith("q_proj.weight"))
+        leaves[name] = change(leaves[name])
+        assert dataclasses.replace(one, module=params.fill(one.module, leaves)).fingerprint != one.fingerprint
 
 
 def test_the_inverse_of_a_draft_vocabulary_is_not_needed(tmp_path):

@@ -33,6 +33,16 @@ def run(text, steps, out, mesh=None):
     config = TrainConfig(steps=steps, schedule="constant", warmup_fraction=0.0, learning_rate=0.01, mesh=text, out=out)
     return fit(params, loss_fn, Data(), config, frozen=frozen, mesh=mesh)
 
+class Lazy:  # rows that are read where they are asked for: each device's own
+    shape, dtype, ndim, asked = (16, 3), np.dtype(np.float32), 2, []
+    def __getitem__(self, at):
+        self.asked.append(at[0])
+        return np.arange(48, dtype=np.float32).reshape(16, 3)[at]
+
+placed = sharding.place_batch({"x": Lazy()}, sharding.make_mesh("data=2,fsdp=4"))["x"]
+assert np.asarray(placed)[:, 1].tolist() == list(range(1, 48, 3))
+assert {rows.stop - rows.start for rows in Lazy.asked} == {2}, Lazy.asked
+
 one = run("", 6, tempfile.mkdtemp())
 with contextlib.redirect_stderr(io.StringIO()) as said:  # parts of four rows on eight devices
     parts = TrainConfig(steps=2, schedule="constant", accumulation=4, mesh="data=2,fsdp=4", out=tempfile.mkdtemp())

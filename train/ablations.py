@@ -6,7 +6,6 @@ goes on from its checkpoint. The table is written anew after every run, with the
 
 import dataclasses
 import json
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from dflax.errors import DflaxError
 from dflax.infer import report
 from dflax.model import load
 from dflax.models import params
-from dflax.train import finished, stories
+from dflax.train import finished, metrics, stories
 from dflax.train.recipe import DrafterRecipe, train_drafter
 from dflax.train.tiny import measure, write_responses
 
@@ -131,11 +130,9 @@ def run(config: AblationConfig) -> Path:
 
 
 def _one(config: AblationConfig, name: str, target: Any, responses: Path) -> dict[str, Any]:
-    began = time.perf_counter()
     trained = recipe(config, name)
     trained = dataclasses.replace(trained, data=(str(responses),))
     drafter = load(train_drafter(trained))
-    minutes = (time.perf_counter() - began) / 60
     drawn = list(stories.stories(0, "test", config.test_problems))
     measured = {
         str(size or trained.block_size): measure(
@@ -143,7 +140,11 @@ def _one(config: AblationConfig, name: str, target: Any, responses: Path) -> dic
         )
         for size in RUNS[name].sizes
     }
-    return {"parameters": params.count(drafter.module), "minutes": round(minutes, 2), "measured": measured}
+    return {
+        "parameters": params.count(drafter.module),
+        "minutes": metrics.minutes(trained.train.out),
+        "measured": measured,
+    }
 
 
 def recipe(config: AblationConfig, name: str) -> DrafterRecipe:

@@ -5,7 +5,6 @@ class weights are w1 = n / 2 n1 and w0 = n / 2 n0, so that both classes weigh th
 is set to its mean (0 after standardisation) without rescaling the others, for the whole sequence.
 """
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,12 +16,14 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float
 
+from dflax import files
 from dflax.config import CONTROLLER_FEATURES, ControllerConfig, FilterConfig
 from dflax.errors import DflaxError
 from dflax.infer.extrapolation import ConfidenceExtrapolation, Trend
 from dflax.models import params
 from dflax.models.controller import AcceptanceFilter, Controller, Trail
 from dflax.train import trainer
+from dflax.train.data import fingerprint
 from dflax.train.traces import UNREADABLE, Sequences, Traces
 
 PyTree = Any
@@ -209,11 +210,9 @@ class _Best:
         """Keeps the leaves if they are the best so far (up to this step); returns whether `patience` evaluations brought none."""
         step_best, best = self._read()
         if step_best is None or step_best > step or loss < best:
-            beside = self.path.with_suffix(".partial")
             kept: dict[str, Any] = {name: np.asarray(leaf) for name, leaf in leaves.items()}
-            with open(beside, "wb") as file:
+            with files.whole(self.path) as beside, open(beside, "wb") as file:
                 np.savez(file, step=step, loss=loss, **kept)
-            os.replace(beside, self.path)
             return False
         return self.patience > 0 and step - step_best >= self.patience * max(every, 1)
 
@@ -274,7 +273,10 @@ def train_controller(
 
     trainer.fit(
         trained, make_loss(merge, objective, weights), order, settings, evaluate=evaluate,
-        identity={**(identity or {}), "config": vars(config), "objective": vars(objective), "rows": len(train)},
+        identity={
+            **(identity or {}), "config": vars(config), "objective": vars(objective), "rows": len(train),
+            "traces": fingerprint(train.token, train.observed, train.agrees),
+        },
     )  # fmt: skip
     moving = best.leaves()
     loss, figures = judge(jax.device_put(moving), held_out)
@@ -329,7 +331,9 @@ def train_filter(
     order = Epochs(rows, batch, settings.seed)
     trainer.fit(
         params.flatten(module), loss, order, settings, evaluate=evaluate,
-        identity={**(identity or {}), "config": vars(config), "rows": len(rows["agrees"])},
+        identity={
+            **(identity or {}), "config": vars(config), "rows": len(rows["agrees"]), "traces": fingerprint(*rows.values()),
+        },
     )  # fmt: skip
     leaves = jax.tree.map(jnp.asarray, best.leaves())
     value, figures = judge(leaves)

@@ -205,7 +205,7 @@ def learn_filter(recipe: ControllerRecipe, traces: dict[str, Traces]) -> tuple[A
     """Learn2PD's filter of the greedy traces, and its figures."""
     train, held = (part["greedy"] for part in _split(traces))
     settings = dataclasses.replace(recipe.filter_train, out=str(Path(recipe.out) / "runs" / "filter"))
-    identity = {"prompts": len(traces["greedy"].final)}
+    identity = {"prompts": len(traces["greedy"].final), "patience": recipe.patience}
     return train_filter(train, held, settings, patience=recipe.patience, identity=identity)
 
 
@@ -270,7 +270,7 @@ def _train(
     settings = dataclasses.replace(recipe.train, out=str(folder))
     controller, figures = train_controller(
         recipe.controller, train, held, ce, recipe.objective, settings, recipe.slots_per_step, recipe.patience,
-        {"constants": dataclasses.asdict(ce)},
+        {"constants": dataclasses.asdict(ce), "slots_per_step": recipe.slots_per_step, "patience": recipe.patience},
     )  # fmt: skip
     return controller, {**figures, "slots": len(train)}
 

@@ -17,7 +17,7 @@ import grain
 import numpy as np
 from jaxtyping import Bool, Int
 
-from dflax import text
+from dflax import files, text
 from dflax.errors import DflaxError
 
 Row = dict[str, Any]
@@ -133,11 +133,9 @@ def write_rows(path: str | os.PathLike[str], rows: Iterable[Mapping[str, Any]]) 
     """Rows as JSON lines, gzipped if the name ends in .gz; the file appears whole or not at all, with the same bytes for the same rows."""
     path = Path(path)
     data = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
-    beside = path.with_name(path.name + ".partial")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        beside.write_bytes(gzip.compress(data, mtime=0) if path.name.endswith(".gz") else data)
-        os.replace(beside, path)
+        with files.whole(path) as beside:
+            beside.write_bytes(gzip.compress(data, mtime=0) if path.name.endswith(".gz") else data)
     except OSError as error:
         raise DflaxError(f"cannot write {path}: {error.strerror}") from error
 

@@ -111,6 +111,11 @@ def train_diffusion(recipe: DiffusionRecipe) -> Path:
     processes.join(recipe.train.distributed)
     mesh = sharding.make_mesh(recipe.train.mesh) if recipe.train.mesh else None
     model = _start(recipe, mesh)
+    if model.config.shifted_logits and recipe.objective.next_token_share:
+        raise DflaxError(
+            f"next_token_share is {recipe.objective.next_token_share}, but a {model.config.family} predicts a token from the clean one "
+            "before it: its decoding has no such rows; set it to 0"
+        )
     batches, held_out, content = _data(recipe, model)
     if recipe.model:
         content["model_weights"] = model.fingerprint

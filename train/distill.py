@@ -109,7 +109,7 @@ def run(config: DistillConfig) -> Path:
             f"{positions} positions; lower max_new_tokens or max_prompt_tokens"
         )
     path = Path(config.out) / RESPONSES
-    with Journal(path, _settings(config, asked)) as journal:
+    with Journal(path, _settings(config, target, asked)) as journal:
         respond(config, target, drafter, asked, journal)
         rows = sorted(journal.rows, key=lambda row: row["index"])
     data.write_rows(path, rows)
@@ -217,10 +217,10 @@ def _row(config: DistillConfig, target: Model, asked: Asked, answer: Finished) -
     }
 
 
-def _settings(config: DistillConfig, asked: Sequence[Asked]) -> dict[str, Any]:
+def _settings(config: DistillConfig, target: Model, asked: Sequence[Asked]) -> dict[str, Any]:
     """What every response of one file must agree on."""
     settings = asdict(config)
     for name in ("out", "data", "prompt_key", "limit", "max_prompt_tokens", "slots", "drafter", "block_size"):
         del settings[name]
     digest = hashlib.sha256(json.dumps([asdict(prompt) for prompt in asked]).encode()).hexdigest()
-    return settings | {"prompts": len(asked), "prompts_sha256": digest}
+    return settings | {"target_weights": target.fingerprint, "prompts": len(asked), "prompts_sha256": digest}

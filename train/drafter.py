@@ -49,6 +49,11 @@ class Objective:
                 f"gamma is {self.gamma} and dpace_alpha is {self.dpace_alpha}; gamma >= 0, alpha between 0 and 1"
             )
 
+        if self.weights == "dpace" and self.labels == "soft":
+            raise DflaxError(
+                "weights is dpace and labels is soft; D-PACE weighs by the probability of the response's own tokens, so labels must be hard"
+            )
+
     def gamma_for(self, block_size: int) -> float:
         return self.gamma or PUBLISHED_GAMMA.get(block_size) or max(1.0, 0.375 * block_size + 1.0)
 

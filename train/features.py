@@ -3,7 +3,6 @@
 A cache is a folder of flat arrays, written row by row and resumable: a killed run goes on after the last row that `progress.json` counts.
 """
 
-import json
 import os
 from collections.abc import Callable
 from functools import partial
@@ -17,6 +16,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 from tqdm import tqdm
 
+from dflax import files
 from dflax.checkpoint import huggingface
 from dflax.errors import DflaxError
 from dflax.model import Model
@@ -77,8 +77,23 @@ def online(
     return prepare
 
 
+class Picked:
+    """Rows of an array on disk as an array of their own, read where it is indexed: of a batch that processes share each reads its part."""
+
+    def __init__(self, array: np.ndarray, rows: np.ndarray):
+        self._array, self._rows = array, rows
+        self.shape, self.dtype, self.ndim = (len(rows), *array.shape[1:]), array.dtype, array.ndim
+
+    def __getitem__(self, at: Any) -> np.ndarray:
+        first, *rest = at if isinstance(at, tuple) else (at,)
+        return np.asarray(self._array[self._rows[first]][(slice(None), *rest)])
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return self[:].astype(dtype or self.dtype, copy=False)
+
+
 class FeatureStore:
-    """Rows on disk. `rows(indices)` reads some of them as numpy arrays (memory-mapped, bfloat16 features, float16 log-probabilities)."""
+    """Rows on disk (memory-mapped, bfloat16 features, float16 log-probabilities); `rows(indices)` are some of them, not read yet."""
 
     def __init__(self, folder: str | os.PathLike[str]):
         self.folder = Path(folder)
@@ -119,7 +134,7 @@ class FeatureStore:
         return np.asarray(self._arrays["tokens"])[np.asarray(self._arrays["loss_mask"])]
 
     def rows(self, indices: np.ndarray) -> Rows:
-        a = {name: np.asarray(array[indices]) for name, array in self._arrays.items()}
+        a: dict[str, Any] = {name: Picked(array, indices) for name, array in self._arrays.items()}
         return Rows(
             a["tokens"], a["loss_mask"], a["ctx_start"], a["features"], a.get("soft_ids"), a.get("soft_logprobs")
         )
@@ -158,9 +173,11 @@ def cache_features(
         raise DflaxError(f"{folder} caches other features ({', '.join(changed)} differ); use another folder")
     progress = _json(folder / "progress.json") if old is not None else None
     done = progress["rows"] if progress else 0
-    if head_ids is not None:
-        np.save(folder / "scored.npy", head_ids)
-    _write_json(folder / "meta.json", old or meta)
+    if old is None:
+        if head_ids is not None:
+            with files.whole(folder / "scored.npy") as beside, open(beside, "wb") as file:
+                np.save(file, head_ids)
+        files.write_json(folder / "meta.json", meta)
     if done < R:
         _fill(folder, meta, target, packed, taps, soft, head_ids, batch, done)
     return FeatureStore(folder)
@@ -187,7 +204,7 @@ def _fill(folder, meta, target, packed, taps, soft, head_ids, batch, done) -> No
         if start // batch % 16 == 15 or start + live == R:
             for array in arrays.values():
                 array.flush()
-            _write_json(folder / "progress.json", {"rows": start + live})
+            files.write_json(folder / "progress.json", {"rows": start + live})
 
 
 def _meta(target: Model, taps: tuple[int, ...], head_ids: np.ndarray | None) -> dict[str, Any]:
@@ -230,9 +247,3 @@ def _map(folder: Path, meta: dict[str, Any], name: str, mode: Literal["r", "r+"]
 
 def _json(path: Path) -> dict[str, Any] | None:
     return huggingface.read_json(path) if path.exists() else None
-
-
-def _write_json(path: Path, value: dict[str, Any]) -> None:
-    beside = path.with_name(path.name + ".partial")
-    beside.write_text(json.dumps(value))
-    os.replace(beside, path)

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from dflax.errors import DflaxError
+from dflax.files import differences
 
 
 def read(path: Path, settings: dict[str, Any] | None = None) -> dict[str, Any] | None:
@@ -19,8 +20,7 @@ def read(path: Path, settings: dict[str, Any] | None = None) -> dict[str, Any] |
         before = found["settings"]
     except (ValueError, KeyError) as error:
         raise DflaxError(f"{path} is no result of a run ({error}); delete it and run again") from None
-    if settings is not None and before != settings:
-        changed = sorted(key for key in {*before, *settings} if before.get(key) != settings.get(key))
+    if settings is not None and (changed := sorted(differences(before, settings))):
         raise DflaxError(
             f"{path} was made with other settings ({', '.join(changed)}); set them back, or use another out"
         )

@@ -6,11 +6,11 @@ the same lines as an uninterrupted one (the timing fields `TIMINGS` apart).
 
 import json
 import math
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from dflax import files
 from dflax.errors import DflaxError
 
 TIMINGS = ("seconds", "tokens_per_second", "steps_per_second")
@@ -30,16 +30,21 @@ def read(path: str | Path) -> list[dict[str, Any]]:
     return rows
 
 
+def minutes(run: str | Path) -> float:
+    """How long the training in this folder took, calls that were killed included up to their last log line."""
+    times = [row["seconds"] for row in read(Path(run) / "metrics.jsonl") if "seconds" in row]
+    return round(times[-1] / 60, 2) if times else 0.0
+
+
 class MetricsFile:
     """Appends to `path`, which first loses every line whose step is beyond `after_step`."""
 
     def __init__(self, path: str | Path, after_step: int = 0):
         self.path = Path(path)
         kept = [row for row in read(self.path) if row["step"] <= after_step]
-        beside = self.path.with_suffix(".partial")
         try:
-            beside.write_text("".join(_line(row) for row in kept))
-            os.replace(beside, self.path)
+            with files.whole(self.path) as beside:
+                beside.write_text("".join(_line(row) for row in kept))
             self._file = self.path.open("a")
         except OSError as error:
             raise DflaxError(f"cannot write {self.path}: {error.strerror}") from error
@@ -84,7 +89,5 @@ def plot(metrics_path: str | Path, png_path: str | Path) -> None:
     for panel in list(figure.axes)[len(series) :]:
         panel.set_visible(False)
     figure.subplots_adjust(left=0.05, right=0.98, bottom=0.08, top=0.94, wspace=0.2, hspace=0.35)
-    png_path = Path(png_path)
-    beside = png_path.with_name(png_path.name + ".partial")
-    figure.savefig(beside, format="png", dpi=110)
-    os.replace(beside, png_path)
+    with files.whole(png_path) as beside:
+        figure.savefig(beside, format="png", dpi=110)

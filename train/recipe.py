@@ -1,6 +1,7 @@
 """`dflax train drafter`: from responses of a target to a folder that `dflax.load` takes, by one frozen dataclass."""
 
 import dataclasses
+import json
 import os
 from collections import Counter
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ import numpy as np
 from flax import nnx
 from tqdm import tqdm
 
-from dflax import processes, sharding
+from dflax import files, processes, sharding
 from dflax.config import DrafterConfig, DrafterKind
 from dflax.errors import DflaxError
 from dflax.infer.fit import check_fit, check_target
@@ -24,6 +25,9 @@ from dflax.train import data, trainer
 from dflax.train.drafter import Frozen, Objective, make_loss
 from dflax.train.features import FeatureStore, cache_features, online
 from dflax.train.passes import prepared
+
+HELD_OUT = "held_out.json"
+"""In a feature cache: prompts to evaluate on, for runs that train on the cache alone."""
 
 
 @dataclass(frozen=True)
@@ -136,6 +140,10 @@ def train_drafter(recipe: DrafterRecipe) -> Path:
             if packed is not None
             else FeatureStore(recipe.features)
         )
+        if packed is not None:
+            files.write_json(store.folder / HELD_OUT, held_out)
+        elif (store.folder / HELD_OUT).exists():
+            held_out = json.loads((store.folder / HELD_OUT).read_text())[: recipe.eval_prompts]
         store.check(target, taps, soft, draft_ids)
         rows = store.meta["data"]
         batches: trainer.Batches = _StoredRows(store, recipe.rows_per_step, seed)
@@ -148,6 +156,10 @@ def train_drafter(recipe: DrafterRecipe) -> Path:
         shared = (target.leaves, frozen)
         prepare = online(lambda leaves: prepared(target.merge(leaves)), taps, soft, draft_ids)
 
+    if recipe.train.eval_every and not held_out:
+        raise DflaxError(
+            f"eval_every is {recipe.train.eval_every}, but there are no prompts to evaluate on; set held_out and eval_prompts"
+        )
     graph = drafter.module
     loss = loss_of(recipe, graph, config.block_size, prepare)
 
@@ -159,6 +171,8 @@ def train_drafter(recipe: DrafterRecipe) -> Path:
 
     first = params.flatten(graph)
     identity = _identity(recipe, config) | {"rows": rows, "target_weights": target.fingerprint}
+    if recipe.init_from and draft_ids is not None:
+        identity["draft_ids"] = data.fingerprint(draft_ids)
     trained = trainer.fit(
         first, loss, batches, recipe.train, evaluate=evaluate if held_out else None, frozen=shared,
         mesh=mesh if recipe.train.mesh else None, axes=sharding.axes_of(first), identity=identity,
@@ -261,6 +275,10 @@ def _draft_ids(recipe: DrafterRecipe, target: Model, packed: data.Packed | None)
     if not recipe.draft_vocabulary:
         return None
     if packed is None and (ids := FeatureStore(recipe.features).scored_ids) is not None:
+        if len(ids) != recipe.draft_vocabulary:
+            raise DflaxError(
+                f"draft_vocabulary is {recipe.draft_vocabulary}, but the cache {recipe.features} was made for {len(ids)} tokens"
+            )
         return ids
     if recipe.draft_vocabulary > target.config.vocab_size:
         raise DflaxError(

@@ -49,9 +49,10 @@ class TrainConfig:
     keep: int = 2
     """Checkpoints kept."""
     best: str = ""
-    """Also keep the checkpoint where this figure of the evaluations was highest ("-NAME": lowest), such as acceptance_length."""
+    """Keep the checkpoint where this figure of the evaluations was highest ("-NAME": lowest), such as acceptance_length: the run's result
+    is its weights. "": the last ones."""
     out: str = "run"
-    """Folder of checkpoints/, metrics.jsonl, metrics.png and config.json."""
+    """Folder of checkpoints/, metrics.jsonl, metrics.png and config.json; of several hosts on storage that they share."""
     mesh: str = ""
     """Such as "data=2,fsdp=4"; "": one device."""
     distributed: str = ""
@@ -66,6 +67,10 @@ class TrainConfig:
                 raise DflaxError(f"{name} is {getattr(self, name)}; it must not be negative")
         if bool(self.steps) == bool(self.epochs):
             raise DflaxError(f"steps is {self.steps} and epochs is {self.epochs}; set exactly one of them")
+        if "://" in self.out:
+            raise DflaxError(
+                f"out is {self.out!r}; it must be a folder: mount the bucket that it stands for, on every host"
+            )
         if self.optimizer not in ("adamw", "muon"):
             raise DflaxError(f"optimizer is {self.optimizer!r}; it is one of adamw, muon")
         if self.schedule not in ("cosine", "linear", "constant"):

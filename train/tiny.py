@@ -61,26 +61,16 @@ class TinyRecipe:
 
 def train_tiny(recipe: TinyRecipe) -> Path:
     """Trains and measures the pair; returns the folder with arith/, arith-dflash/ and result.json."""
-    out, began = Path(recipe.out), time.perf_counter()
-    spent: dict[str, float] = {}
-
-    def lap(name: str) -> None:
-        nonlocal began
-        now = time.perf_counter()
-        spent[name] = round((now - began) / 60, 2)
-        began = now
-
+    out = Path(recipe.out)
     runs = {"target": out / "target-run", "drafter": out / "drafter-run"}
     language = dataclasses.replace(
         recipe.language, train=dataclasses.replace(recipe.language.train, out=str(runs["target"]))
     )
     target_folder = train_language(language)
     target = load(target_folder)
-    lap("target")
 
     responses = out / "responses.jsonl.gz"
-    write_responses(target, responses, recipe.responses, recipe.batch, language.train.seed)
-    lap("responses")
+    answering = write_responses(target, responses, recipe.responses, recipe.batch, language.train.seed)
 
     drafter_recipe = dataclasses.replace(
         recipe.drafter, target=str(target_folder), data=(str(responses),),
@@ -88,8 +78,8 @@ def train_tiny(recipe: TinyRecipe) -> Path:
     )  # fmt: skip
     drafter_folder = train_drafter(drafter_recipe)
     drafter = load(drafter_folder)
-    lap("drafter")
 
+    began = time.perf_counter()
     drawn = list(stories.stories(language.train.seed, "test", recipe.test_problems))
     result = {
         **exact_match(target, recipe.test_problems, language.train.seed),
@@ -97,8 +87,12 @@ def train_tiny(recipe: TinyRecipe) -> Path:
         "parameters": {"arith": params.count(target.module), "arith-dflash": params.count(drafter.module)},
         "curve": {name: curve(run) for name, run in runs.items()},
     }
-    lap("evaluation")
-    result["minutes"] = spent
+    result["minutes"] = {
+        "target": metrics.minutes(runs["target"]),
+        "responses": answering,
+        "drafter": metrics.minutes(runs["drafter"]),
+        "evaluation": round((time.perf_counter() - began) / 60, 2),
+    }
     for name, folder in (("arith", target_folder), ("arith-dflash", drafter_folder)):
         shutil.copytree(folder, out / name, dirs_exist_ok=True)
         (out / name / "README.md").write_text(card(name, language, drafter_recipe, recipe.responses, result))
@@ -107,15 +101,17 @@ def train_tiny(recipe: TinyRecipe) -> Path:
     return out
 
 
-def write_responses(target: Model, path: Path, count: int, batch: int, seed: int) -> None:
-    """Greedy answers of the target to the first `count` training problems, as JSON lines {prompt, response_tokens}.
+def write_responses(target: Model, path: Path, count: int, batch: int, seed: int) -> float:
+    """Greedy answers of the target to the first `count` training problems, as JSON lines {prompt, response_tokens}; how many minutes
+    it took to write them.
 
     A file that is there is kept; DflaxError if it was made with other settings or weights, which stand beside it.
     """
     settings = {"responses": count, "seed": seed, "target_weights": target.fingerprint}
     beside = path.with_name("responses.json")
-    if finished.read(beside, settings) is not None and path.exists():
-        return
+    if (before := finished.read(beside, settings)) is not None and path.exists():
+        return before.get("minutes", 0.0)
+    began = time.perf_counter()
     rows: list[dict[str, Any]] = []
     for start in tqdm(range(0, count, batch), desc="responses", unit="batch"):
         # Full batches throughout: one compiled program.
@@ -125,7 +121,9 @@ def write_responses(target: Model, path: Path, count: int, batch: int, seed: int
             {"prompt": p.prompt, "response_tokens": t, "temperature": 0.0} for p, t in zip(drawn, tokens, strict=True)
         ]
     data.write_rows(path, rows[:count])
-    report.write_json(beside, {"settings": settings})
+    minutes = round((time.perf_counter() - began) / 60, 2)
+    report.write_json(beside, {"settings": settings, "minutes": minutes})
+    return minutes
 
 
 def measure(

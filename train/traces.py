@@ -20,6 +20,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int32
 from tqdm import tqdm
 
+from dflax import files
 from dflax.errors import DflaxError
 from dflax.infer.extrapolation import left_coverage
 
@@ -90,7 +91,7 @@ def recorded(
 ) -> dict[str, Traces]:
     """Recordings of all prompts by kind, each batch of prompts made once and kept in `folder`.
 
-    A call that was killed goes on behind the last whole batch. Files are written beside their place and renamed.
+    A call that was killed goes on behind the last whole batch.
 
     Args:
       record: (the prompts of a batch, its number) -> recordings by kind, of as many prompts.
@@ -98,9 +99,8 @@ def recorded(
     """
     folder = Path(folder)
     ids = json.dumps([list(map(int, prompt)) for prompt in prompts])
-    _check_same(
-        folder / "traces.json", {**identity, "prompts": hashlib.sha256(ids.encode()).hexdigest()[:16], "batch": batch}
-    )
+    told = {"prompts": hashlib.sha256(ids.encode()).hexdigest()[:16], "batch": batch}
+    files.bind(folder / "traces.json", {**identity, **told})
     parts: dict[str, list[Traces]] = {}
     bar = tqdm(range(0, len(prompts), batch), desc="traces", unit="batch", disable=not os.isatty(2))
     for number, start in enumerate(bar):
@@ -112,25 +112,6 @@ def recorded(
     return {kind: concatenate(part) for kind, part in parts.items()}
 
 
-def _check_same(path: Path, identity: dict[str, Any]) -> None:
-    if path.exists():
-        try:
-            before = json.loads(path.read_text())
-        except ValueError as error:
-            raise DflaxError(f"{path} is not readable ({error}); use another folder") from error
-        for name in identity | before:
-            if before.get(name) != identity.get(name):
-                raise DflaxError(
-                    f"{path.parent} holds traces with {name} = {before.get(name)!r}, these have {identity.get(name)!r}; "
-                    "use another folder"
-                )
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_suffix(".partial")
-    beside.write_text(json.dumps(identity, indent=1) + "\n")
-    os.replace(beside, path)
-
-
 HALF = ("entropy", "margin")  # kept as float16; a confidence near 1 needs float32 for its logit
 
 
@@ -140,10 +121,8 @@ def _write(path: Path, found: dict[str, Traces]) -> None:
         for f in fields(traces):
             array = getattr(traces.trimmed(), f.name)
             arrays[f"{kind}/{f.name}"] = array.astype(np.float16) if f.name in HALF else array
-    beside = path.with_suffix(".partial")
-    with open(beside, "wb") as file:
+    with files.whole(path) as beside, open(beside, "wb") as file:
         np.savez_compressed(file, **arrays)
-    os.replace(beside, path)
 
 
 def _read(path: Path) -> dict[str, Traces]:

@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import json
 import math
-import os
 import queue
 import signal
 import sys
@@ -22,10 +21,10 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 from tqdm import tqdm
 
-from dflax import processes, sharding
+from dflax import files, processes, sharding
 from dflax.checkpoint.orbax import TrainingCheckpoints
 from dflax.errors import DflaxError
 from dflax.train import metrics as metrics_module
@@ -82,9 +81,10 @@ def fit(
 
     Raises DflaxError: config or identity differ from the run in `config.out`, a loss that is not finite, an unwritable folder.
     """
-    run = _Run(params, loss_fn, batches, config, evaluate, frozen, mesh, axes, identity or {})
-    with contextlib.closing(run):
-        return run.train()
+    with files.alone(config.out) if jax.process_index() == 0 else contextlib.nullcontext():
+        run = _Run(params, loss_fn, batches, config, evaluate, frozen, mesh, axes, identity or {})
+        with contextlib.closing(run):
+            return run.train()
 
 
 class _Run:
@@ -107,27 +107,45 @@ class _Run:
         self.frozen = None if frozen is None else _place_frozen(frozen, self.mesh)
         self.schedule = learning_rate_schedule(config, self.total)
         step = train_step(params, loss_fn, config, self.total, self.mesh, axes, self._say)
-        self.run_step, abstract = step.run, step.state
+        self.run_step, self.abstract = step.run, step.state
 
         out = Path(config.out)
         self.checkpoints = TrainingCheckpoints(out / "checkpoints", config.keep, config.best)
-        start = self.checkpoints.latest()
+        start = self._start()
         _check_same_run(out / "config.json", config, self.total, identity, resuming=start is not None)
         self.waiting: list[Metrics] = []
         self.seconds = 0.0
         if start is None:
-            self.step, self.enough = 0, False
+            self.step, self.enough, self.best = 0, False, None
             self.state = step.begin(params)
         else:
             self.step = start
-            named, saved = self.checkpoints.restore(start, _named(abstract))
-            self.state = jax.tree.unflatten(jax.tree.structure(abstract), [named[name] for name in _named(abstract)])
+            self.state, saved = self._restore(start)
             self.waiting, self.seconds, self.enough = saved["waiting"], saved["seconds"], saved.get("enough", False)
+            self.best = saved.get("best")
             self._say(f"resuming {out} at step {start} of {self.total}")
         self.saved_at = start
         self.found: tuple[int, dict[str, float]] | None = None  # step and figures of the last evaluation
+        # self.best: [step, figure] of the best evaluation, where `config.best` names one
         self.out = out
         self.log = metrics_module.MetricsFile(out / "metrics.jsonl", self.step) if self.main else None
+
+    def _start(self) -> int | None:
+        """The step to go on from, the same in all processes."""
+        start = self.checkpoints.latest()
+        if jax.process_count() > 1:
+            seen = multihost_utils.process_allgather(np.int32(-1 if start is None else start)).ravel()
+            if len(set(seen.tolist())) > 1:
+                raise DflaxError(
+                    f"processes find different checkpoints in {self.config.out} (steps {sorted(set(seen.tolist()))}, -1 for none); "
+                    "it must lie on storage that they share"
+                )
+        return start
+
+    def _restore(self, step: int) -> tuple[TrainState, dict[str, Any]]:
+        named, saved = self.checkpoints.restore(step, _named(self.abstract))
+        leaves = [named[name] for name in _named(self.abstract)]
+        return jax.tree.unflatten(jax.tree.structure(self.abstract), leaves), saved
 
     def close(self) -> None:
         self.checkpoints.close()
@@ -193,23 +211,27 @@ class _Run:
         return self._trained()
 
     def _place_batch(self, batch: PyTree) -> PyTree:
-        """Numpy arrays onto the mesh; every process computes the whole batch and uploads only its own rows."""
+        """Arrays of the whole batch onto the mesh; every process reads and uploads only its own rows."""
         parts = self.config.accumulation
-        for array in map(np.asarray, jax.tree.leaves(batch)):
-            if array.ndim and array.shape[0] % parts:
-                raise DflaxError(
-                    f"a batch of {array.shape[0]} rows cannot be cut into {parts} equal parts (accumulation)"
-                )
-            part = (array.shape[0] // parts, *array.shape[1:]) if array.ndim else ()
+        for array in jax.tree.leaves(batch):
+            shape = getattr(array, "shape", ())
+            if shape and shape[0] % parts:
+                raise DflaxError(f"a batch of {shape[0]} rows cannot be cut into {parts} equal parts (accumulation)")
+            part = (shape[0] // parts, *shape[1:]) if shape else ()
             self._say_once(*sharding.batch_spec(part, self.mesh)[1])
         return sharding.place_batch(batch, self.mesh)
 
     def _trained(self) -> PyTree:
-        """The parameters; with several processes whole in each, so that any can write them."""
-        if jax.process_count() == 1:
-            return self.state.params
-        everywhere = NamedSharding(self.mesh, PartitionSpec())
-        return jax.jit(lambda params: params, out_shardings=everywhere)(self.state.params)
+        """The last parameters, or those of the best evaluation; with several processes whole on each host, so that any can write them."""
+        params = self.state.params
+        if self.best is not None and self.best[0] != self.step:
+            self.checkpoints.wait()
+            params = self._restore(self.best[0])[0].params
+            self._say(
+                f"the weights are those of step {self.best[0]}, where {self.config.best} was best: {self.best[1]:.4g}"
+            )
+        # One leaf after the other: a device never holds more than one of them whole.
+        return params if jax.process_count() == 1 else jax.tree.map(processes.fetch, params)
 
     def _collect(self, measured: Metrics | None) -> None:
         if measured is None:
@@ -257,6 +279,10 @@ class _Run:
         best = self.config.best.removeprefix("-")
         if best and best not in values:
             raise DflaxError(f"best is {self.config.best!r}; the evaluation finds {', '.join(values) or 'nothing'}")
+        if best:
+            better = min if self.config.best.startswith("-") else max
+            now = [self.step, float(values[best])]
+            self.best = now if self.best is None else better(self.best, now, key=lambda one: one[1])
         self.found = self.step, {name: float(value) for name, value in values.items()}
         found = {f"eval/{name}": float(value) for name, value in values.items()}
         if self.log is not None:
@@ -268,7 +294,7 @@ class _Run:
     def _save(self) -> None:
         if self.saved_at == self.step:
             return
-        metadata = {"waiting": [*self.waiting], "seconds": self.seconds, "enough": self.enough}
+        metadata = {"waiting": [*self.waiting], "seconds": self.seconds, "enough": self.enough, "best": self.best}
         measured = self.found[1] if self.found is not None and self.found[0] == self.step else None
         self.checkpoints.save(self.step, _named(self.state), metadata, measured)
         self.saved_at = self.step
@@ -396,14 +422,10 @@ def _check_same_run(path: Path, config: TrainConfig, total: int, identity: dict[
                 f"{path.parent} has checkpoints but no readable {path.name}: {error}; use another folder"
             ) from error
         for part in ("fixed", "identity"):
-            for name in {**old[part], **new[part]}:
-                before, now = old[part].get(name), new[part].get(name)
-                if before != now:
-                    raise DflaxError(
-                        f"{path.parent} holds a run with {name} = {before!r}, this one has {now!r}; "
-                        "set it back to resume, or use another folder"
-                    )
+            for name, (before, now) in files.differences(old[part], new[part]).items():
+                raise DflaxError(
+                    f"{path.parent} holds a run with {name} = {before!r}, this one has {now!r}; "
+                    "set it back to resume, or use another folder"
+                )
     if jax.process_index() == 0:
-        beside = path.with_suffix(".partial")
-        beside.write_text(json.dumps(new, indent=1) + "\n")
-        os.replace(beside, path)
+        files.write_json(path, new)

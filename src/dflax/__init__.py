@@ -11,10 +11,11 @@ from dflax.errors import DflaxError
 if TYPE_CHECKING:
     from dflax import controllers, policies
     from dflax.infer.canvas import Cache
-    from dflax.infer.diffuse import denoise, stream_denoise
+    from dflax.infer.diffuse import denoise
     from dflax.infer.endings import EndOfText
     from dflax.infer.extrapolation import ConfidenceExtrapolation
-    from dflax.infer.generate import generate, speculate, stream
+    from dflax.infer.generate import generate, speculate
+    from dflax.infer.streaming import stream
     from dflax.model import Model, load
 
 __version__ = "0.1.0"
@@ -24,12 +25,11 @@ _HOME = {
     "ConfidenceExtrapolation": "dflax.infer.extrapolation",
     "EndOfText": "dflax.infer.endings",
     "denoise": "dflax.infer.diffuse",
-    "stream_denoise": "dflax.infer.diffuse",
     "load": "dflax.model",
     "Model": "dflax.model",
     "generate": "dflax.infer.generate",
     "speculate": "dflax.infer.generate",
-    "stream": "dflax.infer.generate",
+    "stream": "dflax.infer.streaming",
 }
 
 __all__ = [
@@ -46,7 +46,6 @@ __all__ = [
     "policies",
     "speculate",
     "stream",
-    "stream_denoise",
 ]
 
 

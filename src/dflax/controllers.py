@@ -1,12 +1,11 @@
 """Controllers and filters as folders: config.json, model.safetensors, and the look-ahead's constants of the same traces."""
 
 import dataclasses
-import json
 import os
 from pathlib import Path
 from typing import Any
 
-from dflax import configs
+from dflax import configs, files
 from dflax.checkpoint import fill, huggingface
 from dflax.config import ControllerConfig, FilterConfig
 from dflax.errors import DflaxError
@@ -54,10 +53,7 @@ def load(name: str | os.PathLike[str], kind: str) -> Any:
 
 def save_extrapolation(folder: str | os.PathLike[str], constants: ConfidenceExtrapolation) -> None:
     """Writes look-ahead constants beside a controller."""
-    path = Path(folder) / EXTRAPOLATION
-    beside = path.with_suffix(".partial")
-    beside.write_text(json.dumps(dataclasses.asdict(constants), indent=2) + "\n")
-    os.replace(beside, path)
+    files.write_json(Path(folder) / EXTRAPOLATION, dataclasses.asdict(constants))
 
 
 def load_extrapolation(name: str | os.PathLike[str]) -> ConfidenceExtrapolation:

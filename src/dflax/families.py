@@ -214,13 +214,18 @@ def _head_dim(keys: Keys, hidden_size: int, num_heads: int) -> int:
 
 
 def _rope(keys: Keys, default_theta: float) -> RopeConfig:
-    """Old keys (rope_theta, rope_scaling) and new (rope_parameters)."""
-    new = keys.get("rope_parameters") or {}
-    scaling = dict(keys.get("rope_scaling") or {}) or dict(new)
-    theta = keys.number("rope_theta", None, float)
-    if theta is None:
-        theta = Keys(new).number("rope_theta", default_theta, float)
-    scaling.pop("rope_theta", None)
+    """Old keys (rope_theta, rope_scaling) and new (rope_parameters); what is told twice must be told alike."""
+    told = {name: dict(keys.get(name) or {}) for name in ("rope_scaling", "rope_parameters")}
+    thetas = [found for part in (keys, *map(Keys, told.values())) if (found := part.number("rope_theta", None, float))]
+    for part in told.values():
+        part.pop("rope_theta", None)
+    parts = [part for part in told.values() if part]
+    if len(set(thetas)) > 1 or any(part != parts[0] for part in parts):
+        raise DflaxError(
+            "config.json: rope_theta, rope_scaling and rope_parameters contradict each other; keep one of them"
+        )
+    theta = thetas[0] if thetas else default_theta
+    scaling = parts[0] if parts else {}
     kind = scaling.pop("rope_type", scaling.pop("type", "default"))
     scaling.pop("type", None)
     if kind == "default":
@@ -328,7 +333,9 @@ def to_hf(config: ModelConfig | DrafterConfig) -> dict[str, Any]:
     if config.family == "llama":
         out |= {"attention_bias": config.qkv_bias, "mlp_bias": config.mlp_bias}
     elif config.family == "Dream":
+        home = "Dream-org/Dream-v0-Instruct-7B"
         out |= {"mask_token_id": config.mask_token_id}
+        out |= {"auto_map": llada.modules(home, "configuration_dream.DreamConfig", "modeling_dream.DreamModel")}
     elif config.family != "qwen2":
         out |= {"attention_bias": config.qkv_bias}
     if config.moe is not None:
@@ -354,7 +361,7 @@ def _drafter_out(config: DrafterConfig) -> dict[str, Any]:
     nested |= {k: getattr(config, k) for k, v in (defaults | {"kind": "dflash"}).items() if getattr(config, k) != v}
     out = {
         "architectures": ["DFlashDraftModel"],
-        "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
+        "auto_map": {"AutoModel": "z-lab/Qwen3-8B-DFlash-b16--dflash.DFlashDraftModel"},
         "model_type": "qwen3",
         "attention_bias": config.attention_bias,
         "block_size": config.block_size,

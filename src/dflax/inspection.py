@@ -23,7 +23,7 @@ from dflax.checkpoint.gguf_file import open_gguf
 from dflax.config import DrafterConfig, ModelConfig, RopeConfig
 from dflax.errors import DflaxError
 from dflax.infer.fit import check_pair
-from dflax.model import Model, build, ignored_tensors, locate
+from dflax.model import Model, build, ignored_tensors, locate, read_draft_ids
 from dflax.models import params
 from dflax.text import load_tokenizer, stop_token_ids
 
@@ -262,6 +262,7 @@ def _weights(config: ModelConfig | DrafterConfig, source: TensorSource) -> dict[
     """Parameters and memory as the config has them; DflaxError if the tensors are not those."""
     shapes = {path: leaf.shape for path, leaf in params.flatten(_module(config)).items()}
     places = match(shapes, families.tensor_rules(config), source, ignored_tensors(config))
+    read_draft_ids(config, source)  # refuses those that `load` would
     count = sum(math.prod(shape) for shape in shapes.values())
     row = 2 * config.num_layers * config.num_kv_heads * config.head_dim * 1024
     return {

@@ -74,6 +74,11 @@ def dense_rules(rules: Mapping[str, TensorRule], tied: bool) -> dict[str, Tensor
     return {path: TensorRule((name(path),)) for path in paths}
 
 
+def modules(repository: str, config: str, model: str) -> dict[str, str]:
+    """`auto_map` of a folder that does not hold its own PyTorch code: transformers fetches the modules from `repository`."""
+    return {"AutoConfig": f"{repository}--{config}", "AutoModel": f"{repository}--{model}"}
+
+
 def ids(value: int | list[int] | None) -> tuple[int, ...]:
     """Token ids of a key that holds one or a list."""
     if value is None:
@@ -135,7 +140,7 @@ def _parse_dense(keys: Keys) -> ModelConfig:
 
 
 def _dense_out(config: ModelConfig) -> dict[str, Any]:
-    code = {"AutoConfig": "configuration_llada.LLaDAConfig", "AutoModel": "modeling_llada.LLaDAModelLM"}
+    code = modules("GSAI-ML/LLaDA-8B-Instruct", "configuration_llada.LLaDAConfig", "modeling_llada.LLaDAModelLM")
     return {
         "activation_type": "silu",
         "alibi": False,
@@ -218,7 +223,8 @@ def _parse_moe(keys: Keys) -> ModelConfig:
 
 
 def _moe_out(config: ModelConfig, moe: MoEConfig) -> dict[str, Any]:
-    code = {"AutoConfig": "configuration_lladamoe.LLaDAConfig", "AutoModel": "modeling_lladamoe.LLaDAMoEModelLM"}
+    home = "inclusionAI/LLaDA-MoE-7B-A1B-Instruct"
+    code = modules(home, "configuration_lladamoe.LLaDAConfig", "modeling_lladamoe.LLaDAMoEModelLM")
     return {
         "architectures": ["LLaDAMoEModelLM"],
         "attention_bias": False,

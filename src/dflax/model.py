@@ -3,6 +3,7 @@
 import hashlib
 import importlib.util
 import json
+import logging
 import os
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -23,7 +24,7 @@ from dflax.errors import DflaxError
 from dflax.models import params
 from dflax.models.decoder import Decoder
 from dflax.models.drafter import Drafter
-from dflax.sharding import parameter_sharding
+from dflax.sharding import not_cut, parameter_sharding
 from dflax.text import Tokenizer, load_tokenizer, stop_token_ids, turn_end_ids
 
 ASSETS = Path(__file__).parent / "assets"
@@ -97,10 +98,8 @@ class Model:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Tells weights apart: a digest of every array's sum of magnitudes, so that no array comes to the host. Trained weights differ in
-        it from those that they were; weights that were only moved or negated do not."""
-        sums = (jnp.sum(jnp.abs(leaf), dtype=jnp.float32) for leaf in self.leaves)
-        return hashlib.sha256(b"".join(np.asarray(total).tobytes() for total in sums)).hexdigest()[:16]
+        """Tells weights apart: a digest of a checksum of every array, so that no array comes to the host; the same on any mesh."""
+        return hashlib.sha256(b"".join(np.asarray(_checksum(leaf)).tobytes() for leaf in self.leaves)).hexdigest()[:16]
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Writes config.json, model.safetensors and the tokenizer, in the layout and names that PyTorch engines read.
@@ -167,7 +166,9 @@ def load(
         sharding = None
         if mesh is not None:
             sharding = parameter_sharding(mesh, shapes)
-        draft_ids = _draft_ids(config, source)
+            for line in not_cut(mesh, shapes) if jax.process_index() == 0 else ():
+                logging.getLogger("dflax").warning("mesh: %s: %s", name, line)
+        draft_ids = read_draft_ids(config, source)
         rules = families.tensor_rules(config)
         leaves = fill(shapes, rules, source, dtype, sharding, ignore, check_finite)
     finally:
@@ -181,6 +182,16 @@ def load(
         draft_ids=draft_ids,
         raw_config=raw,
     )
+
+
+@jax.jit
+def _checksum(leaf: Array) -> Array:
+    """uint32: the bits of every element times an odd number of its place, summed. Integers, so that the order of the sum is no matter."""
+    bits = jax.lax.bitcast_convert_type(leaf, jnp.dtype(f"uint{8 * leaf.dtype.itemsize}")).astype(jnp.uint32)
+    place = jnp.zeros((), jnp.uint32)
+    for axis, size in enumerate(leaf.shape):
+        place = place * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, axis)
+    return jnp.sum((bits ^ (bits >> 15)) * (2 * place + 1), dtype=jnp.uint32)
 
 
 def _stops(
@@ -209,14 +220,16 @@ def _with_mask(config: ModelConfig | DrafterConfig, mask_token_id: int) -> Model
     return replace(config, mask_token_id=mask_token_id)
 
 
-def _draft_ids(config: ModelConfig | DrafterConfig, source: Any) -> np.ndarray | None:
+def read_draft_ids(config: ModelConfig | DrafterConfig, source: Any) -> np.ndarray | None:
     size = getattr(config, "draft_vocab_size", None)
     if size is None:
         return None
     if DRAFT_VOCABULARY not in source.names():
         raise DflaxError(f"the drafter has draft_vocab_size {size} but no tensor {DRAFT_VOCABULARY!r} with the ids")
-    ids = np.asarray(source.read(DRAFT_VOCABULARY)) + np.arange(size)
-    if ids.shape != (size,) or ids.min() < 0 or ids.max() >= config.vocab_size or len(np.unique(ids)) != size:
+    stored = np.asarray(source.read(DRAFT_VOCABULARY))
+    whole = stored.shape == (size,) and np.issubdtype(stored.dtype, np.integer)
+    ids = stored + np.arange(size) if whole else np.zeros(0)
+    if not whole or ids.min() < 0 or ids.max() >= config.vocab_size or len(np.unique(ids)) != size:
         raise DflaxError(
             f"tensor {DRAFT_VOCABULARY!r} must name {size} different ids of a vocabulary of {config.vocab_size}"
         )

@@ -65,6 +65,12 @@ def parameter_sharding(mesh: Mesh, shapes: Mapping[str, Sequence[int]]) -> Calla
     return lambda path: NamedSharding(mesh, spec(parameter_axes(path, len(shapes[path])), shapes[path], mesh)[0])
 
 
+def not_cut(mesh: Mesh, shapes: Mapping[str, Sequence[int]]) -> list[str]:
+    """A line for every kind of parameter that the mesh does not divide, so that each device holds it whole along that axis."""
+    lines = (line for path, shape in shapes.items() for line in spec(parameter_axes(path, len(shape)), shape, mesh)[1])
+    return list(dict.fromkeys(lines))
+
+
 def make_mesh(text: str = "", devices: Sequence[jax.Device] | None = None) -> Mesh:
     """A mesh with Auto axes from "data=2,fsdp=4"; "" is one device. One axis may be -1: whatever the other axes leave.
 
@@ -165,10 +171,10 @@ def batch_spec(shape: Sequence[int], mesh: Mesh | AbstractMesh) -> tuple[Partiti
 
 
 def place_batch(batch: Any, mesh: Mesh) -> Any:
-    """Numpy arrays, the same in every process, over the mesh: rows are cut, each process uploads only its own."""
+    """Arrays of the host, the same in every process, over the mesh: rows are cut, each process indexes and uploads only its own."""
 
     def put(array: Any) -> jax.Array:
-        host = np.asarray(array)
+        host = array if hasattr(array, "shape") else np.asarray(array)
         place = NamedSharding(mesh, batch_spec(host.shape, mesh)[0])
         return jax.make_array_from_callback(host.shape, place, lambda at: host[at])
 

@@ -16,11 +16,11 @@ import pytest
 
 from dflax import abstract, configs
 from dflax.cache import KVCache
-from dflax.infer import ahead
+from dflax.infer import aot
 from dflax.infer.compile_command import ARRAY, COLLECTIVE
 from dflax.infer.policies import Threshold
 from dflax.sharding import make_mesh
-from dflax.train.ahead import configs_of, drafter_step
+from dflax.train.aot import configs_of, drafter_step
 from dflax.train.recipe import DrafterRecipe
 from tests.aot.conftest import devices
 from tests.aot.test_kernels import KERNEL
@@ -72,7 +72,7 @@ def test_speculation_of_qwen3_8b(name, axes, tmp_path):
     mesh = make_mesh(axes, found.devices)
     cut = {"num_hidden_layers": LAYERS, "vocab_size": VOCABULARY, "eos_token_id": 1}
     target, drafter, _ = configs_of(recipe(tmp_path, cut, layers=1, mask_token_id=3))
-    compiled = ahead.speculative_loop(target, drafter, mesh, rows, columns, 16, "bfloat16")
+    compiled = aot.speculative_loop(target, drafter, mesh, rows, columns, 16, "bfloat16")
     text, memory = compiled.as_text(), compiled.memory_analysis()
     caches = [cache(config, mesh, rows, columns) for config in (target, drafter)]
     assert text.count(KERNEL[found.chip.platform]) == LAYERS + 1
@@ -91,7 +91,7 @@ def test_denoising_of_llada_8b_with_a_dual_cache():
     mesh = make_mesh("", found.devices)
     whole = abstract.config_of("GSAI-ML/LLaDA-8B-Base")
     model = replace(whole, num_layers=LAYERS)
-    compiled = ahead.denoising_loop(model, mesh, rows, columns, 256, 32, "dual", Threshold(), None, "bfloat16")
+    compiled = aot.denoising_loop(model, mesh, rows, columns, 256, 32, "dual", Threshold(), None, "bfloat16")
     text, memory, kept = compiled.as_text(), compiled.memory_analysis(), cache(model, mesh, rows, columns)
     assert text.count(KERNEL["cuda"]) >= LAYERS  # of short passes
     assert memory.alias_size_in_bytes >= held(kept)

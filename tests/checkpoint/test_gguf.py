@@ -71,6 +71,8 @@ def write(
     if changes.get("linear"):
         writer.add_rope_scaling_type(official.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(4.0)
+    for key, value in changes.get("numbers", {}).items():
+        writer.add_float32(f"{architecture}.{key}", value)
     tokens = [*byte_tokens(), "he", "hel", "<|end|>", "<|user|>", "<think>"]
     tokens += [f"unused{i}" for i in range(VOCAB - len(tokens))]
     writer.add_tokenizer_model(changes.get("model", "gpt2"))
@@ -153,6 +155,11 @@ def test_an_output_tensor_unties_the_head(tmp_path):
 def test_rope_scaling(tmp_path):
     write(tmp_path / "linear.gguf", linear=True)
     assert gguf.config(tmp_path / "linear.gguf")["rope_scaling"] == {"rope_type": "linear", "factor": 4.0}
+    for key in ("rope.scaling.factor", "rope.scale_linear"):  # without a type llama.cpp takes it for linear
+        write(tmp_path / "bare.gguf", numbers={key: 4.0})
+        assert gguf.config(tmp_path / "bare.gguf")["rope_scaling"] == {"rope_type": "linear", "factor": 4.0}
+    write(tmp_path / "one.gguf", numbers={"rope.scale_linear": 1.0})
+    assert gguf.config(tmp_path / "one.gguf")["rope_scaling"] is None
     # The divisors of Llama 3.1's rule for head width 8 and theta 1e4, by hand: waves of 6.3, 63, 628 and 6283 positions,
     # so 8192 positions hold 1304, 130, 13 and 1.30 turns; more than 4 turns keep their speed, 1.30 is between.
     smooth = (8192 / (2 * np.pi * 1000) - 1) / 3
@@ -163,6 +170,14 @@ def test_rope_scaling(tmp_path):
     write(tmp_path / "yarn.gguf", yarn=True)
     with pytest.raises(DflaxError, match=r"llama\.rope\.scaling\.type is 'yarn'"):
         gguf.config(tmp_path / "yarn.gguf")
+
+
+def test_a_key_that_nobody_reads_is_refused_unless_it_is_off(tmp_path):
+    write(tmp_path / "m.gguf", numbers={"attention.scale": 0.5})
+    with pytest.raises(DflaxError, match=r"llama\.attention\.scale is 0\.5; dflax does not know this key"):
+        gguf.config(tmp_path / "m.gguf")
+    write(tmp_path / "m.gguf", numbers={"attention.scale": 0.0, "vocab_size": 9.0})
+    gguf.config(tmp_path / "m.gguf")
 
 
 def test_llama3_divisors_are_those_of_the_rule():

@@ -97,4 +97,9 @@ def test_one_tensor_less_or_more_or_turned_is_an_error(model, parameters):
 def test_the_config_survives_the_way_out_and_back(model):
     raw = configs.published(model[0]["model"])
     parse = families.parse_drafter if families.is_drafter(raw) else families.parse
-    assert parse(families.to_hf(parse(raw))) == parse(raw)
+    out = families.to_hf(parse(raw))
+    assert parse(out) == parse(raw)
+    # PyTorch code that the official folder holds beside the weights, ours names by its repository.
+    places = {name: place.partition("--") for name, place in out.get("auto_map", {}).items()}
+    assert {name: module for name, (_, _, module) in places.items()} == raw.get("auto_map", {})
+    assert all(configs.published(home) for home, _, _ in places.values())

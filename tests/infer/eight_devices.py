@@ -49,13 +49,14 @@ def main(target_folder: str, drafter_folder: str, diffusion_folder: str) -> None
         target, drafter, diffusion = (on(folder, mesh) for folder in (target_folder, drafter_folder, diffusion_folder))
         out = dflax.speculate(target, drafter, PROMPTS, NEW, temperature=[0.0, 0.0, 0.8, 0.8])
         answers = dflax.denoise(diffusion, PROMPTS, gen_length=16, block_length=8, cache="dual")
-        session = _session(target, drafter, PROMPTS, NEW, 0.0, None, None, 0, [], None)
+        session = _session(target, drafter, PROMPTS, NEW, 0.0, None, None, 0, [], None, None)
         session.prefill()
         session.advance(drafter.config.block_size, 2)
         canvas = prepare(diffusion, PROMPTS, gen_length=16, block_length=8, cache="dual")
         canvas.advance(2)
         cache, canvas_cache = session.state.cache, canvas.state.cache
         found[mesh] = {
+            "fingerprint": target.fingerprint,
             "tokens": out.tokens,
             "plain": dflax.generate(target, PROMPTS, NEW, temperature=[0.0, 0.0, 0.8, 0.8]).tokens,
             "lengths": out.acceptance_lengths,

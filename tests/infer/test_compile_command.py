@@ -137,6 +137,11 @@ def test_collectives_are_found_and_weighed():
       %two = (f32[2]{0}, s32[3]{0}) all-reduce(f32[2]{0} %a, s32[3]{0} %b)
     """
     assert C.collectives(text) == {"all-reduce": (2, 8 * 128 * 4 + 5 * 4), "all-gather": (1, 32)}
+    combined = """
+      %a = (f32[1024]{0}, f32[2048]{0}) all-reduce-start(f32[1024]{0} %x, f32[2048]{0} %y)
+      %b = ((f32[4]{0}, f32[8]{0}), (f32[16]{0}, f32[32]{0})) all-gather-start(f32[4]{0} %x, f32[8]{0} %y)
+    """
+    assert C.collectives(combined) == {"all-reduce": (1, 4 * 3072), "all-gather": (1, 4 * 48)}
 
 
 def test_least_work_by_hand():
@@ -151,9 +156,12 @@ def test_least_work_by_hand():
     assert work.bytes == (layers + 110 + kept) * 2
     assert work.flops == 2 * layers * 10 + 2 * 110 * 2 + 4 * 3 * 2 * 4 * 105 * 10
     chip = dataclasses.replace(chips.CHIPS["h100"], flops=1e6, bandwidth=1e3, link=10.0)
-    assert roofline.Work(5e3, 2e6).seconds(chip, 2, 20.0) == 5e3 / 1e3 / 2
-    assert roofline.Work(5e3, 2e6).seconds(chip, 2, 40.0) == 4.0
-    assert roofline.Work(1e3, 9e6).seconds(chip, 1) == 9.0
+    windowed = dataclasses.replace(config, windows=(None, 30, 300))
+    assert roofline.forward(windowed, 2, 5, 100, 2, 1, 11).kept == 2 * 1 * 4 * (100 + 30 + 100) * 2 * 2
+    ways = roofline.Ways(weights=2, rows=4)
+    assert roofline.Work(5e3, 8e3, 2e6).seconds(chip, ways, 20.0) == 5e3 / 1e3 / 2 + 8e3 / 1e3 / 4
+    assert roofline.Work(5e3, 0.0, 2e6).seconds(chip, ways, 40.0) == 4.0
+    assert roofline.Work(1e3, 0.0, 9e6).seconds(chip, roofline.Ways()) == 9.0
 
 
 def test_least_work_of_diffusion_training_by_hand():
@@ -183,7 +191,8 @@ def test_a_drafter_adds_to_a_round_and_a_bound_speed_up_cannot_exceed_the_accept
     both = roofline.speculative_round(target, drafter, 1, drafter.block_size, 64, 2)
     assert both.bytes > plain.bytes
     assert both.flops > plain.flops * drafter.block_size
-    assert all(plain.seconds(chip, 4) < both.seconds(chip, 4) for chip in chips.CHIPS.values())
+    ways = roofline.Ways(4, 4)
+    assert all(plain.seconds(chip, ways) < both.seconds(chip, ways) for chip in chips.CHIPS.values())
 
 
 def test_training_by_hand():

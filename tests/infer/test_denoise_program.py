@@ -51,7 +51,7 @@ def test_no_implicit_transfer_in_a_whole_call():
     }
     with jax.transfer_guard("disallow"):
         dflax.denoise(model, PROMPTS, 12, 4, **settings)
-        list(dflax.stream_denoise(model, PROMPTS, 12, 4, **settings))
+        list(dflax.stream(model, PROMPTS, 12, 4, **settings))
         with pytest.raises(Exception, match=r"[Dd]isallowed"):  # the guard is alive
             jnp.add(model.leaves[0], np.float32(1.0)).block_until_ready()
 
@@ -93,9 +93,12 @@ def test_passes_per_call_are_counted():
         ({"cache": "whole"}, "cache is 'whole'"),
         ({"cache": dflax.Cache("dual", refresh_every=0)}, "refresh_every is 0"),
         ({"cache": dflax.Cache("none", refresh_every=4)}, "with cache none every pass is a full one"),
+        ({"cache": dflax.Cache("none", count_empty_pass=True)}, "count_empty_pass is about short passes"),
+        ({"cache": dflax.Cache("dual", refresh_every=1, unconditional_first=True)}, "again and again; refresh later"),
         ({"cache": dflax.Cache("dual", unconditional_first=True)}, "shifted logits"),
         ({"policy": policies.Threshold(-1.0)}, "threshold of the policy is -1.0"),
         ({"extrapolation": dflax.ConfidenceExtrapolation(horizon=0)}, "horizon"),
+        ({"extrapolation": dflax.ConfidenceExtrapolation(min_observations=2.5)}, "counts steps, a whole number"),
         (
             {"policy": policies.Schedule("entropy"), "extrapolation": dflax.ConfidenceExtrapolation()},
             "a look-ahead acts by the confidence",

@@ -1,16 +1,23 @@
 """What must hold of every answer, for requests that nobody thought of. One shape each: three prompts, 12 tokens in blocks of 4."""
 
+from dataclasses import replace
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dflax
 from dflax import policies
-from dflax.infer.canvas import slots
-from dflax.infer.denoise import full_pass, full_step, short_pass
+from dflax.config import ControllerConfig
+from dflax.infer.canvas import active_block
+from dflax.infer.denoise import View, enter, finish, full_pass, full_step, short_pass
 from dflax.infer.diffuse import prepare
+from dflax.infer.learned import TSPD
+from dflax.models.controller import build
 from tests.infer.tiny_diffusion import MASK, TOKENS, diffusion_model
 
 GEN, BLOCK = 12, 4
@@ -42,6 +49,31 @@ def test_a_policy_that_never_commits_early_is_plain_decoding(kind, cache, prompt
     assert plain.nfe == [GEN] * 3
     slow = answer(kind, prompts, policies.Threshold(2.0), cache, temperature=temperatures)
     assert (slow.tokens, slow.commit_steps) == (plain.tokens, plain.commit_steps)
+
+
+@pytest.mark.parametrize("cache", ["none", dflax.Cache("dual", refresh_every=1)])
+def test_literal_remasking_shows_drafts_and_decides_them_again(cache):
+    """A.2 of TSPD's paper step by step, with a gate that never opens: one token is final in every step, the most confident."""
+    model, prompt = MODELS["plain"], [3, 0, 5, 1, 1]
+    policy = TSPD.of(build(ControllerConfig(block_length=BLOCK), nnx.Rngs(0)), threshold=2.0)
+    final, visible, drafted = np.full(GEN, MASK), np.full(GEN, MASK), 0
+    for step in range(GEN):
+        block = slice(step // BLOCK * BLOCK, (step // BLOCK + 1) * BLOCK)
+        p = np.asarray(jax.nn.softmax(model.logits(np.array([prompt + visible.tolist()]))[0, len(prompt) :]))[block]
+        token = np.where(np.arange(p.shape[1]) == MASK, -1, p).argmax(1)
+        raw = np.where(final[block] == MASK, np.take_along_axis(p, token[:, None], 1)[:, 0], -1)
+        order = np.argsort(-raw)
+        final[block][order[0]] = token[order[0]]
+        left = order[1 : BLOCK - step % BLOCK]
+        shown = left[: len(left) - int(step / GEN / 2 * len(left))]
+        visible[:] = final
+        visible[block][shown] = token[shown]
+        drafted += len(shown)
+    options = {"cache": cache, "policy": replace(policy, remask="representative")}
+    out = dflax.denoise(model, [prompt, [4]], GEN, BLOCK, **options)
+    assert out.tokens[0] == final.tolist()
+    assert 0 < drafted < GEN * (BLOCK - 1) // 2  # some are shown, some are masks again
+    assert out.tokens[0] != dflax.denoise(model, [prompt, [4]], GEN, BLOCK, policy=policy).tokens[0]
 
 
 @pytest.mark.parametrize("cache", ["dual", slow("prefix")])
@@ -79,6 +111,44 @@ def test_a_row_does_not_know_its_neighbours(cache, prompts, others, temperature,
     assert first.nfe[0] == second.nfe[0]
 
 
+@pytest.mark.parametrize(("kind", "cache"), [("plain", ONE_LENGTH), slow("plain", "prefix"), ("shifted", "dual")])
+def test_a_row_that_waits_at_its_blocks_edge_is_not_cut(kind, cache):
+    """Truncation as published looks far ahead in every pass; those that only its neighbours need must not cut a row."""
+    end = dflax.EndOfText((2,), stop=False, truncate=True, committed=False, floor=0.0, in_order=False, anywhere=True)
+    options = {"end_of_text": end, "extrapolation": None}
+    prompts = [[1, 2, 3, 4, 5, 0, 1], [4], [3, 3, 0, 5], [0, 1], [5, 5, 5], [2, 0, 4]]
+    batch = answer(kind, prompts, policies.Threshold(0.4), cache, **options)
+    assert len(set(batch.nfe)) > 1
+    for row, prompt in enumerate(prompts):
+        alone = answer(kind, [prompt] * len(prompts), policies.Threshold(0.4), cache, **options)
+        assert (batch.tokens[row], batch.commit_steps[row], batch.nfe[row]) == (
+            alone.tokens[0],
+            alone.commit_steps[0],
+            alone.nfe[0],
+        ), row
+
+
+def test_a_predicted_end_in_order_is_not_hidden_by_a_surer_one_far_behind():
+    end = dflax.EndOfText((2,), stop=False, truncate=True, anywhere=True)
+    session = prepare(MODELS["plain"], [[1, 2]], GEN, BLOCK, policy=policies.Threshold(2.0), end_of_text=end)
+    state = jax.jit(enter, static_argnums=(1, 3))(session.state, session.plan, session.request, MASK)
+    block, nothing = active_block(state, BLOCK, MASK), jnp.zeros((1, BLOCK), jnp.int32)
+    predicted = jnp.full(state.tokens.shape, -1.0).at[0, 2].set(0.93).at[0, 9].set(0.99)
+    cut = lambda p: finish(
+        state,
+        View(jnp.zeros((1, BLOCK, 7)), p),
+        block,
+        nothing,
+        nothing,
+        nothing > 0,
+        nothing + 0.0,
+        session.request,
+        MASK,
+    )
+    assert cut(predicted).length.tolist() == [3]
+    assert cut(predicted.at[0, 2].set(0.5)).length.tolist() == [2 + GEN]  # neither: one is unsure, one is not next
+
+
 def test_alone_as_in_a_batch():
     prompts = [[1, 2, 3, 4, 5, 0, 1], [4], [3, 3, 0, 5]]
     batch = answer("shifted", prompts, policies.Threshold(0.5), "dual")
@@ -113,7 +183,7 @@ def test_an_unguided_row_among_guided_ones_is_as_it_is_alone():
     ],
 )  # fmt: skip
 def test_a_short_pass_just_after_the_full_one_equals_it(kind, cache, guidance):
-    """On an unchanged canvas, at the active blocks of rows of different lengths, one of them truncated."""
+    """On an unchanged canvas, at the active blocks of rows of different lengths, one of them truncated; a masked slot shows a draft."""
     model = MODELS[kind]
     prompts = [[1, 2, 3, 4, 5, 0, 1], [4], [3, 3, 0, 5]]
     session = prepare(model, prompts, GEN, BLOCK, cache=cache, cfg_scale=guidance)
@@ -121,11 +191,14 @@ def test_a_short_pass_just_after_the_full_one_equals_it(kind, cache, guidance):
     state = session.state
     for _ in range(BLOCK + 2):
         state = step(model.module, state, session.plan, session.request)
-    state = state.__class__(**(vars(state) | {"length": state.length.at[0].add(-BLOCK - 1)}))
+    state = replace(state, length=state.length.at[0].add(-BLOCK - 1))
+    first = active_block(state, BLOCK, MASK).column[:, 0]
+    drafted = jnp.argmax(active_block(state, BLOCK, MASK).masked, axis=1)
+    state = replace(state, shown=jnp.full_like(state.tokens, -1).at[jnp.arange(3), first + drafted].set(3))
     view, kept = jax.jit(full_pass, static_argnums=2)(model.module, state, session.plan, session.request)
-    state = state.__class__(**(vars(state) | {"cache": kept, "cached_length": state.length}))
+    state = replace(state, cache=kept, cached_length=state.length)
     short = jax.jit(short_pass, static_argnums=2)(model.module, state, session.plan, session.request)
-    block = slots(state, BLOCK, MASK)
+    block = active_block(state, BLOCK, MASK)
     assert block.masked.any(axis=1).all()
     live = np.asarray(block.live)
     assert live.sum(axis=1).tolist() == [BLOCK - 1, BLOCK, BLOCK]
@@ -140,7 +213,7 @@ def test_finished_rows_never_change_and_pieces_add_up(cache):
     for passes in (1, 2):
         answers = [{} for _ in prompts]
         last = {}
-        for piece in dflax.stream_denoise(MODELS["plain"], prompts, GEN, BLOCK, **asked, passes_per_call=passes):
+        for piece in dflax.stream(MODELS["plain"], prompts, GEN, BLOCK, **asked, passes_per_call=passes):
             assert piece.row not in last, "a finished row wrote again"
             assert piece.positions == sorted(piece.positions)
             assert not set(piece.positions) & set(answers[piece.row]), "a written token was written again"

@@ -29,7 +29,8 @@ from tests.infer.tiny_diffusion import counting_model
 def call(method, cache="none", batch=0, session=1, seconds=1.0, correct=(1, 0), nfe=(8, 8), counted=(4, 4), repeat=0):
     return {
         "model": "m", "gen_length": 4, "method": method, "family": method.split(":")[0], "cache": cache, "batch": batch,
-        "repeat": repeat, "session": session, "seconds": seconds, "set": ["s", "s"], "index": [2 * batch, 2 * batch + 1],
+        "repeat": repeat, "session": session, "seconds": seconds, "share": 1.0, "passes": max(nfe),
+        "set": ["s", "s"], "index": [2 * batch, 2 * batch + 1],
         "correct": list(correct), "nfe": list(nfe), "counted": list(counted), "commit_steps": [[0, 1, 2, -1], [2, 1, 0, -1]],
     }  # fmt: skip
 

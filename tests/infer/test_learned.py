@@ -31,7 +31,7 @@ def seen(seed=0, masked=None):
     return Observation(
         logits=jnp.asarray(logits), token=jnp.asarray(probs.argmax(-1), jnp.int32), raw=jnp.asarray(probs.max(-1)),
         confidence=jnp.asarray(probs.max(-1)), uncertainty=slots + 0.0, masked=live if masked is None else jnp.asarray(masked),
-        live=live, tokens=slots, step=row, steps=row + T, entry=row + T, quota=row + 1, progress=row + 0.0,
+        live=live, tokens=slots, step=row, steps=row + T, entry=row + T, quota=row + 1, progress=row + 0.0, spent=row + 0.0,
         is_end=~live,
     )  # fmt: skip
 
@@ -109,6 +109,10 @@ def test_another_block_length_is_refused_by_name():
         Learn2PD.of(build(FilterConfig(T), nnx.Rngs(0))).init(B, 16, V)
     with pytest.raises(DflaxError, match="threshold of the policy is -1"):
         replace(TSPD.of(build(CONFIG, nnx.Rngs(0))), threshold=-1).check()
+    other = TSPD.of(build(CONFIG, nnx.Rngs(0)))
+    object.__setattr__(other, "remask", "all")  # as a caller without type checks would make it
+    with pytest.raises(DflaxError, match="remask is 'all'; it must be one of unfixed, representative"):
+        other.check()
 
 
 def test_learn2pd_accepts_by_the_filter_and_forces_the_best():

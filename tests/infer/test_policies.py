@@ -24,7 +24,7 @@ def observation(confidence, masked, logits=None, **fields):
         "logits": jnp.zeros((B, T, 3)) if logits is None else logits, "token": jnp.zeros((B, T), jnp.int32), "raw": confidence,
         "confidence": confidence, "uncertainty": jnp.zeros((B, T)), "masked": masked, "live": jnp.ones((B, T), bool),
         "tokens": jnp.zeros((B, T), jnp.int32), "step": row(0), "steps": row(4), "entry": row(T), "quota": row(1),
-        "progress": jnp.zeros((B,)), "is_end": jnp.zeros((B, T), bool),
+        "progress": jnp.zeros((B,)), "spent": jnp.zeros((B,)), "is_end": jnp.zeros((B, T), bool),
     }  # fmt: skip
     return Observation(**(values | fields))
 
@@ -123,6 +123,15 @@ def test_forced_tokens_and_ties_go_by_the_raw_confidence():
     assert committed(policies.Threshold(0.9), seen).tolist() == [[False, True, False, False]]
     assert committed(policies.Threshold(0.7), seen).tolist() == [[True, True, True, False]]
     assert not committed(policies.Threshold(0.0), observation(ahead, jnp.zeros((1, 4), bool))).any()
+    # Rules that count take none here: the forced slot is the one of highest raw confidence, whatever the look-ahead raised.
+    seen = observation([[0.92, 0.6, 0.1]], [[True, True, True]], raw=jnp.array([[0.5, 0.6, 0.1]]), quota=jnp.array([0]))
+    for policy in (
+        policies.Factor(0.1),
+        policies.Factor(0.1, one_more=True),
+        policies.Frechet(0.99),
+        policies.Prophet(9, 9, 9),
+    ):
+        assert committed(policy, seen).tolist() == [[False, True, False]], policy
 
 
 def test_not_even_a_nan_ranks_behind_a_written_slot():

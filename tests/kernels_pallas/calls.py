@@ -24,6 +24,7 @@ class Call:
     D: int = 128
     hole: bool = False
     gradient: bool = False
+    soft_cap: float | None = None
     dtype: jnp.dtype = jnp.bfloat16
 
     @property
@@ -42,6 +43,12 @@ CALLS = {
     "diffusion, full pass, trained": Call(600, B=1, Hkv=32, S=0, gradient=True),
     "diffusion, dual cache": Call(33, hole=True, S=1000),
     "diffusion, prefix cache": Call(160, D=96, S=1000),
+    "a block under a soft cap": Call(16, "causal", soft_cap=30.0),
+    "a block of wide heads": Call(16, "causal", D=256, Hkv=2),
+    "SmolLM2's drafter, trained": Call(4, N=128, S=512, L=1, Hq=9, Hkv=3, D=64, gradient=True, dtype=jnp.float32),
+    "drafter of wide heads, trained in float32": Call(
+        8, N=16, S=512, L=1, Hkv=2, D=256, gradient=True, dtype=jnp.float32
+    ),
     "drafter, trained": Call(16, N=512, S=3072, L=1, gradient=True),
     "causal drafter, trained under masks": Call(24, "array", N=4, S=200, L=1, gradient=True),
 }
@@ -68,7 +75,7 @@ def traced(call: Call, place=lambda axes: None):
     arrays, named = arguments(call, place)
     fixed = {} if call.mask == "array" else {"mask": call.mask}
     attend = lambda arrays, named: block_attention(
-        *arrays, layer=call.L - 1, scale=call.D**-0.5, window=700, **named, **fixed
+        *arrays, layer=call.L - 1, scale=call.D**-0.5, window=700, soft_cap=call.soft_cap, **named, **fixed
     )
     if call.gradient:
         function = jax.grad(lambda arrays, named: attend(arrays, named).astype(jnp.float32).sum())

@@ -1,5 +1,6 @@
 """The Pallas kernels, interpreted on the CPU, against the definition: masks, lengths and shapes of all kinds."""
 
+from dataclasses import replace
 from functools import cache, partial
 
 import jax
@@ -97,12 +98,17 @@ def test_gradients(backend, name, seed, window):
     check_gradients(GRADIENTS[name], backend, seed, window)
 
 
-def test_split_context():
-    check_forward(SHAPES["one token"], "gpu, split", 5, 150)
+@pytest.mark.parametrize("name", ["one token", "ragged end of the cache"])
+@pytest.mark.parametrize("window", [9, 150])  # of most rows whole splits lie before the shorter one
+def test_split_context(name, window):
+    check_forward(SHAPES[name], "gpu, split", 5, window)
 
 
-def test_simulated_memory():
-    check_gradients(SMALL, "tpu, simulated", 3, 30)
+@pytest.mark.parametrize(
+    "kind", ["array", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("causal", "full"))]
+)
+def test_simulated_memory(kind):
+    check_gradients(replace(SMALL, kind=kind, hole=kind == "full"), "tpu, simulated", 3, 30)
 
 
 @pytest.mark.parametrize("backend", INTERPRETED)

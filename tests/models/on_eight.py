@@ -18,7 +18,7 @@ from dflax.config import ModelConfig, RopeConfig
 from dflax.models import params
 from dflax.models.decoder import Decoder
 from dflax.models.vocabulary import lookup
-from dflax.train.ahead import drafter_step
+from dflax.train.aot import drafter_step
 from dflax.train.diffusion import DiffusionObjective, diffusion_loss
 from dflax.train.drafter import Objective, frozen_head_loss
 from dflax.train.features import _most_likely

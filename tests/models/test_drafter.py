@@ -98,6 +98,7 @@ def test_tap_table():
     for row in load_case("sampling_rules").expected["tap_table"]:
         layers, taps, *ids = (int(x) for x in row)
         assert default_taps(layers, taps) == tuple(i for i in ids if i >= 0)
+    assert [default_taps(2, 2), default_taps(4, 3), default_taps(3, 3)] == [(0, 1), (0, 2, 3), (0, 1, 2)]  # ours
 
 
 def test_what_stands_at_or_after_the_anchor_changes_nothing():

@@ -14,6 +14,7 @@ import jax
 import pytest
 
 from dflax.infer import denoise, speculative
+from dflax.infer.canvas import Cache
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,15 @@ FAULTS = {
     "a short pass sees its own stale keys": Fault(
         "dflax.infer.denoise", "short_pass", "hole = jnp.stack([first, first + n], axis=1)", "hole = jnp.stack([first, first], axis=1)",
         "tests.infer.test_denoise_properties:test_a_short_pass_just_after_the_full_one_equals_it", ("plain", "dual", 0.0),
+    ),
+    "a short pass does not see drafts": Fault(
+        "dflax.infer.denoise", "short_pass", "visible(state, _mask(model))", "state.tokens",
+        "tests.infer.test_denoise_properties:test_a_short_pass_just_after_the_full_one_equals_it", ("plain", "dual", 0.0),
+    ),
+    "a row is cut by passes that its neighbours need": Fault(
+        "dflax.infer.denoise", "finish", "p = jnp.where(active, p, -1.0)", "pass",
+        "tests.infer.test_denoise_properties:test_a_row_that_waits_at_its_blocks_edge_is_not_cut",
+        ("plain", Cache("prefix", suffix_lengths=1)),
     ),
     "a full pass does not refresh the cache": Fault(
         "dflax.infer.denoise", "full_step", "replace(state, cache=cache, cached_length", "replace(state, cached_length",

@@ -85,7 +85,7 @@ def test_impossible_recipes(made, capsys):
     assert cli.main([*arguments, "--gen-length", "12"]) == 2
     assert "gen_length 12 is no multiple of block_length 8" in capsys.readouterr().err
     assert cli.main([*arguments, "--block-length", "16"]) == 2
-    assert "holds traces with block_length = 8, these have 16" in capsys.readouterr().err
+    assert "was begun with block_length = 8, now it is 16" in capsys.readouterr().err
     with pytest.raises(DflaxError, match="give prompts by data, or a number of stories"):
         ControllerRecipe(model="m")
     for wrong in ({"layers": 0}, {"hidden_size": 0}, {"features": ("colour",)}):  # before anything is recorded

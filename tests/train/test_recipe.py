@@ -11,26 +11,28 @@ import dflax
 from dflax.errors import DflaxError
 from dflax.models import params
 from dflax.train.drafter import Objective
-from dflax.train.features import FeatureStore
+from dflax.train.features import FeatureStore, Picked
 from dflax.train.recipe import DrafterRecipe, train_drafter
 from dflax.train.trainer import TrainConfig
 from tests.golden import load_case
+from tests.infer.tiny import random_model, target_config
 
 TARGET = load_case("dflash_generate").folder / "target"
 
 
 @pytest.fixture(scope="module")
 def setting(tmp_path_factory):
-    """A tiny target and its own greedy answers as training data."""
-    case = load_case("dflash_generate")
-    target = dflax.load(case.folder / "target")
+    """A target of two layers (every loop over it compiles in seconds) and its own greedy answers as training data."""
+    folder = tmp_path_factory.mktemp("target")
+    random_model(target_config(vocab_size=128, hidden_size=32, max_positions=4096)).save(folder)
+    target = dflax.load(folder)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, 90, int(n)).tolist() for n in rng.integers(5, 12, 24)]
     answers = dflax.generate(target, prompts, max_new_tokens=24, stop_token_ids=[]).tokens
     path = tmp_path_factory.mktemp("data") / "responses.jsonl"
     rows = [{"prompt_tokens": p, "response_tokens": a} for p, a in zip(prompts, answers, strict=True)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return case.folder / "target", path
+    return folder, path
 
 
 def recipe(setting, out, steps=30, **changes):
@@ -86,6 +88,26 @@ def test_cached_features_train_as_online_ones(setting, tmp_path):
         )
 
 
+def test_rows_of_a_cache_are_an_array_of_their_own():
+    whole = np.arange(24).reshape(6, 4)
+    picked = Picked(whole, np.array([5, 0, 3]))
+    assert (picked.shape, picked.ndim, picked.dtype) == ((3, 4), 2, whole.dtype)
+    np.testing.assert_array_equal(picked[1:3, 1:2], [[1], [13]])
+    np.testing.assert_array_equal(np.asarray(picked), whole[[5, 0, 3]])
+
+
+def test_a_cache_keeps_the_prompts_to_evaluate_on(setting, tmp_path):
+    cache = str(tmp_path / "cache")
+    train_drafter(recipe(setting, tmp_path / "made", steps=1, features=cache, eval_prompts=2))
+    settings = recipe(setting, tmp_path / "cached", steps=1, data=(), features=cache, eval_prompts=2)
+    train_drafter(settings)
+    rows = [json.loads(line) for line in (tmp_path / "cached" / "metrics.jsonl").read_text().splitlines()]
+    assert any("eval/acceptance_length" in row for row in rows)
+    nothing = dataclasses.replace(settings, eval_prompts=0, train=dataclasses.replace(settings.train, eval_every=1))
+    with pytest.raises(DflaxError, match="eval_every is 1, but there are no prompts to evaluate on"):
+        train_drafter(nothing)
+
+
 def test_a_draft_vocabulary_travels_with_the_weights(setting, tmp_path):
     folder = train_drafter(recipe(setting, tmp_path / "run", steps=3, draft_vocabulary=32))
     drafter = dflax.load(folder)
@@ -131,7 +153,7 @@ def test_several_processes_cannot_make_one_cache(setting, tmp_path, monkeypatch)
         ({"target": ""}, "target"),
         ({"layers": 0}, "layers is 0"),
         ({"taps": 0}, "taps is 0"),
-        ({"taps": 99}, "taps is 99, but .* has 6 layers"),
+        ({"taps": 99}, "taps is 99, but .* has 2 layers"),
         ({"length": 0}, "length is 0"),
         ({"eval_tokens": 0}, "eval_tokens is 0"),
         ({"held_out": 1.0}, "held_out is 1"),

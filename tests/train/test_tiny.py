@@ -16,7 +16,7 @@ from dflax.train.trainer import TrainConfig
 def pair(tmp_path_factory):
     """A target that has learned nothing, and its drafter, by the one command."""
     out = tmp_path_factory.mktemp("tiny")
-    shape = {"hidden_size": 16, "intermediate_size": 24, "layers": 4, "heads": 2, "kv_heads": 1, "problems_per_step": 4}
+    shape = {"hidden_size": 16, "intermediate_size": 24, "layers": 2, "heads": 2, "kv_heads": 1, "problems_per_step": 4}
     recipe = tiny.TinyRecipe(
         out=str(out),
         responses=6,
@@ -35,7 +35,7 @@ def small_drafter():
     return dataclasses.replace(
         tiny.drafter_preset(),
         layers=1,
-        target_layer_ids=(1, 2),
+        target_layer_ids=(0, 1),
         rows_per_step=1,
         eval_prompts=0,
         train=TrainConfig(steps=1),

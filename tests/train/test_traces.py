@@ -64,7 +64,7 @@ def test_recordings_are_kept_and_go_on(tmp_path):
     for f in fields(Traces):
         tolerance = 1e-3 if f.name in ("entropy", "margin") else 0
         np.testing.assert_allclose(getattr(found, f.name), getattr(whole.trimmed(), f.name), tolerance, tolerance)
-    with pytest.raises(DflaxError, match="holds traces with model = 'tiny', these have 'other'"):
+    with pytest.raises(DflaxError, match="was begun with model = 'tiny', now it is 'other'"):
         recorded(tmp_path, prompts, 2, record, {"model": "other"})
     path = tmp_path / "traces-00001.npz"
     good = path.read_bytes()

@@ -199,10 +199,20 @@ def test_evaluate_ends_a_run_for_good(tmp_path):
 @pytest.mark.parametrize(("best", "step"), [("score", 12), ("-score", 24)])
 def test_the_best_checkpoint_is_kept_beside_the_last_ones(tmp_path, best, step):
     scores = {6: 2.0, 12: 5.0, 18: 3.0, 24: 1.0, 30: 2.0, 36: 3.0, 40: 4.0}
-    evaluate = lambda params, step: {"score": scores[step], "other": -step}
-    fit(start(), loss_fn, Regression(), config(tmp_path, eval_every=6, best=best), evaluate=evaluate)
+    weights = {}
+
+    def evaluate(params, at):
+        weights[at] = np.asarray(params["w"])
+        return {"score": scores[at], "other": -at}
+
+    settings = config(tmp_path, eval_every=6, best=best)
+    trained = fit(start(), loss_fn, Regression(), settings, evaluate=evaluate)
     kept = {int(path.name) for path in (tmp_path / "checkpoints").iterdir()}
     assert kept == {step, 36, 40}
+    again = fit(start(), loss_fn, Regression(), settings, evaluate=evaluate)  # a finished run has the same result
+    for result in trained, again:
+        np.testing.assert_array_equal(result["w"], weights[step])
+    assert not np.array_equal(weights[step], weights[40])
 
 
 def test_a_best_figure_that_is_not_measured_is_named(tmp_path):

@@ -9,6 +9,7 @@ import importlib
 import math
 import os
 import re
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,9 @@ LAYER = {
 # The factor scaling of RoPE is stored as a tensor of divisors; the settings behind it are those of every Llama 3.1 to 3.3 release.
 ROPE_FREQS = "rope_freqs.weight"
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+UNUSED = ("vocab_size", "rope.scaling.original_context_length", "rope.scaling.finetuned", "rope.scaling.attn_factor")
+"""Keys of an architecture that change nothing for the scalings that dflax knows."""
 
 
 class GGUFSource:
@@ -125,7 +129,10 @@ def _config(file: GGUFFile) -> dict[str, Any]:
             f"{file.path}: GGUF architecture is {architecture!r}; dflax supports {', '.join(ARCHITECTURES)}"
         )
 
+    read = set(UNUSED)
+
     def get(key: str, default: Any = None) -> Any:
+        read.add(key)
         return metadata.get(f"{architecture}.{key}", default)
 
     def need(key: str, kind: type = int) -> Any:
@@ -167,7 +174,7 @@ def _config(file: GGUFFile) -> dict[str, Any]:
         "rms_norm_eps": need("attention.layer_norm_rms_epsilon", float),
         "max_position_embeddings": need("context_length"),
         "rope_theta": theta,
-        "rope_scaling": _rope_scaling(file, architecture, theta, head_dim),
+        "rope_scaling": _rope_scaling(file, get, theta, head_dim),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": _ends(metadata),
@@ -175,11 +182,23 @@ def _config(file: GGUFFile) -> dict[str, Any]:
     if architecture == "llama":
         out["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
         out["mlp_bias"] = "blk.0.ffn_up.bias" in file.tensors
+    own = {
+        key.removeprefix(f"{architecture}."): value
+        for key, value in metadata.items()
+        if key.startswith(f"{architecture}.")
+    }
+    unknown = sorted(key for key, value in own.items() if key not in read and value)
+    if unknown:
+        raise DflaxError(
+            f"{file.path}: {architecture}.{unknown[0]} is {own[unknown[0]]!r}; dflax does not know this key"
+        )
     return out
 
 
-def _rope_scaling(file: GGUFFile, architecture: str, theta: float, head_dim: int) -> dict[str, Any] | None:
-    kind = file.metadata.get(f"{architecture}.rope.scaling.type", "none")
+def _rope_scaling(file: GGUFFile, get: Callable[..., Any], theta: float, head_dim: int) -> dict[str, Any] | None:
+    """As llama.cpp reads it: a factor without a type is linear, and has an older name."""
+    factor = get("rope.scaling.factor") or get("rope.scale_linear") or 1.0
+    kind = get("rope.scaling.type", "none" if factor == 1 else "linear")
     if ROPE_FREQS in file.tensors:
         stored = file.tensors[ROPE_FREQS]
         divisors = file.data[stored.offset : stored.offset + 4 * math.prod(stored.shape)].view(np.float32)
@@ -192,10 +211,9 @@ def _rope_scaling(file: GGUFFile, architecture: str, theta: float, head_dim: int
     if kind == "none":
         return None
     if kind == "linear":
-        return {"rope_type": "linear", "factor": file.metadata.get(f"{architecture}.rope.scaling.factor")}
-    raise DflaxError(
-        f"{file.path}: {architecture}.rope.scaling.type is {kind!r}; dflax supports none, linear and the scaling of Llama 3"
-    )
+        return {"rope_type": "linear", "factor": factor}
+    key = f"{file.metadata['general.architecture']}.rope.scaling.type"
+    raise DflaxError(f"{file.path}: {key} is {kind!r}; dflax supports none, linear and the scaling of Llama 3")
 
 
 def _llama3_divisors(scaling: dict[str, Any], theta: float, head_dim: int) -> np.ndarray:

@@ -16,6 +16,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from dflax import files
 from dflax.errors import DflaxError
 
 SINGLE = "model.safetensors"
@@ -109,7 +110,7 @@ def save(
             write_more(beside)
             written = sorted(path.name for path in beside.iterdir())
             for name in written:
-                _sync(beside / name)
+                files.sync(beside / name)
             if folder.exists():
                 for name in sorted(written, key=lambda name: name != SINGLE):
                     os.replace(beside / name, folder / name)
@@ -161,8 +162,3 @@ def _open(path: Path) -> Any:
         return safe_open(path, framework="numpy")
     except (OSError, SafetensorError) as error:
         raise DflaxError(f"{path} is truncated or no safetensors file ({error})") from error
-
-
-def _sync(path: Path) -> None:
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())

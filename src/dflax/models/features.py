@@ -11,10 +11,13 @@ from jaxtyping import Array, Float
 def default_taps(num_layers: int, taps: int) -> tuple[int, ...]:
     """The published choice: one tap is the middle layer, several are spread evenly from layer 1 to layer num_layers - 3.
 
-    Rounds halves to even, as the published lists do (z-lab/dflash, build_target_layer_ids).
+    Rounds halves to even, as the published lists do (z-lab/dflash, build_target_layer_ids). In a target that has fewer layers between
+    those two than taps, taps are spread over all layers.
     """
     if taps == 1:
         return (num_layers // 2,)
+    if taps > num_layers - 3:
+        return tuple(round(i * (num_layers - 1) / (taps - 1)) for i in range(taps))
     return tuple(round(1 + i * (num_layers - 4) / (taps - 1)) for i in range(taps))
 
 

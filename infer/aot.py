@@ -12,7 +12,7 @@ from dflax import abstract
 from dflax.config import DrafterConfig, ModelConfig
 from dflax.infer import denoise, speculative
 from dflax.infer.canvas import Cache, columns
-from dflax.infer.denoise import Plan, Request
+from dflax.infer.denoise import DenoisePlan, DenoiseRequest
 from dflax.infer.policies import Policy
 from dflax.infer.sampling import SamplingParams
 from dflax.infer.state import capacity
@@ -53,9 +53,11 @@ def denoising_loop(
 ) -> jax.stages.Compiled:  # fmt: skip
     """The loop of `dflax.denoise` at temperature 0 on canvases of prompts of `context` - `gen_length` tokens."""
     program = denoise.program(model)
-    plan = Plan(block_length=block_length, gen_length=gen_length, cache=Cache.of(cache), guided=False, sampled=False)
+    plan = DenoisePlan(
+        block_length=block_length, gen_length=gen_length, cache=Cache.of(cache), guided=False, sampled=False
+    )
     params = SamplingParams.build(batch, model.vocab_size, stop_ids=list(model.eos_token_ids))
-    request = Request(
+    request = DenoiseRequest(
         params, np.zeros(batch, np.float32), np.int32(block_length), np.bool_(False), policy, extrapolation, None
     )
     shape = partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
@@ -75,9 +77,11 @@ def deciding(
     """FLOPs, exponentials and the like included, with which a step of `dflax.denoise` decides what it commits once the logits are there,
     as the compiler counts them for a CPU."""
     program = denoise.program(model)
-    plan = Plan(block_length=block_length, gen_length=gen_length, cache=Cache.of("none"), guided=False, sampled=False)
+    plan = DenoisePlan(
+        block_length=block_length, gen_length=gen_length, cache=Cache.of("none"), guided=False, sampled=False
+    )
     params = SamplingParams.build(batch, model.vocab_size, stop_ids=list(model.eos_token_ids))
-    request = Request(
+    request = DenoiseRequest(
         params, np.zeros(batch, np.float32), np.int32(block_length), np.bool_(False), policy, extrapolation, None
     )
     shape = jax.ShapeDtypeStruct
@@ -88,8 +92,7 @@ def deciding(
     assert mask is not None
 
     def decide(state, logits, request):
-        nowhere = jnp.zeros(batch, jnp.int32), jnp.full(batch, -1.0)
-        return denoise.decide(state, denoise.View(logits, *nowhere), plan, request, mask)
+        return denoise.decide(state, denoise.View(logits, None), plan, request, mask)
 
     logits = shape((batch, block_length, model.vocab_size), jnp.float32)
     counted = jax.jit(decide).lower(state, logits, request).compile().cost_analysis()
