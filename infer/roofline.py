@@ -70,7 +70,7 @@ def forward(
     read, used = layer_parameters(config, tokens)
     head = float(vocabulary * config.hidden_size) if head_rows else 0.0
     seen = [min(live, config.window(layer) or live) for layer in range(config.num_layers)]
-    kept = 2 * config.num_kv_heads * config.head_dim * sum(seen) * rows
+    kept = 2.0 * config.num_kv_heads * config.head_dim * sum(seen) * rows
     attention = 4.0 * config.num_heads * config.head_dim * sum(columns + block for columns in seen) * tokens
     flops = 2 * used * tokens + 2 * head * rows * head_rows + attention
     return Work((read + head) * width, kept * width, flops)

@@ -14,9 +14,10 @@ from flax import nnx
 from jax.sharding import NamedSharding
 
 from dflax import sharding
-from dflax.config import ModelConfig, RopeConfig
+from dflax.config import ModelConfig, MoEConfig, RopeConfig
 from dflax.models import params
 from dflax.models.decoder import Decoder
+from dflax.models.moe import MoE
 from dflax.models.vocabulary import lookup
 from dflax.train.aot import drafter_step
 from dflax.train.diffusion import DiffusionObjective, diffusion_loss
@@ -88,6 +89,36 @@ def a_trained_model() -> None:
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
+def experts() -> None:
+    """A mixture's result and gradients; what devices send each other are results, never the rows of others."""
+    config = MoEConfig(num_experts=4, experts_per_token=2, intermediate_size=24, norm_topk_prob=True)
+    graph = MoE(16, config, rngs=nnx.Rngs(0))
+    weights = params.flatten(graph)
+    x = np.random.default_rng(0).normal(size=(8, 6, 16)).astype(np.float32)
+
+    @jax.jit
+    def run(weights, x):
+        loss = lambda weights, x: (lambda y: (jnp.sum(jnp.sin(y)), y))(params.fill(graph, weights)(x))
+        return jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(weights, x)
+
+    want = run(weights, x)
+    for text in ("data=2,fsdp=2,tensor=2", "fsdp=8", "data=2,tensor=4"):
+        mesh = sharding.make_mesh(text)
+        named = sharding.axes_of({f"mlp.{path}": leaf for path, leaf in weights.items()})
+        named = {path.removeprefix("mlp."): axes for path, axes in named.items()}
+        places = sharding.tree_shardings(weights, mesh, named)[0]
+        placed = jax.device_put(weights, places), sharding.place_batch(x, mesh)
+        got = run(*placed)
+        for a, b in zip(jax.tree.leaves(want), jax.tree.leaves(got), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5, err_msg=text)
+        text = jax.jit(lambda weights, x: params.fill(graph, weights)(x)).lower(*placed).compile().as_text()
+        assert text is not None
+        shapes = re.findall(r"= \w+\[([\d,]*)\]\S* all-gather", text)
+        assert not [dims for dims in shapes if str(8 * 6) in dims.split(",") or str(8 * 6 * 2) in dims.split(",")], (
+            shapes
+        )
+
+
 def what_is_sent(text: str) -> set[tuple[str, tuple[int, ...]]]:
     """Kind and shape of what the devices send each other in a training step with the vocabulary of Qwen3."""
     config = {
@@ -129,5 +160,7 @@ def nothing_of_the_vocabulary_is_gathered() -> None:
 
 
 if __name__ == "__main__":
-    {"numbers": lambda: (the_tables(), a_trained_model()), "sent": nothing_of_the_vocabulary_is_gathered}[sys.argv[1]]()
+    {"numbers": lambda: (the_tables(), a_trained_model(), experts()), "sent": nothing_of_the_vocabulary_is_gathered}[
+        sys.argv[1]
+    ]()
     print("equal")

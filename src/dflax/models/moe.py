@@ -3,10 +3,11 @@
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from dflax.config import MoEConfig
 from dflax.models.layers import INIT_STD, Linear, matmul
+from dflax.sharding import each_device
 
 
 class Experts(nnx.Module):
@@ -20,15 +21,42 @@ class Experts(nnx.Module):
         self.up_proj = stacked(config.intermediate_size, size)
         self.down_proj = stacked(size, config.intermediate_size)
 
-    def __call__(self, x: Float[Array, "R E"], group_sizes: Array) -> Float[Array, "R E"]:
-        """x rows sorted by expert; group_sizes [experts] int32."""
+    def __call__(
+        self, x: Float[Array, "R E"], chosen: Int[Array, "R k"], weights: Float[Array, "R k"]
+    ) -> Float[Array, "R E"]:
+        """float32: for every row the sum of what its chosen experts give, by weight. On a mesh each device sorts its own rows and runs its
+        own experts on them; what the devices of a row give is added."""
+        stacks = [module.weight[...] for module in (self.gate_proj, self.up_proj, self.down_proj)]
+        ids = jnp.arange(len(stacks[0]), dtype=chosen.dtype)
+        rows, experts = ("batch", None), ("expert", None, None)
+        parts = each_device(
+            _of_experts, (x, chosen, weights, ids, *stacks), (rows, rows, rows, ("expert",), *[experts] * 3),
+            ("expert", "batch", None), {"batch": len(x), "expert": len(ids)},
+        )  # fmt: skip
+        return parts.sum(0)
 
-        def ragged(x, w):
-            w = jnp.swapaxes(w, 1, 2)
-            return jax.lax.ragged_dot(x, w, group_sizes, preferred_element_type=jnp.float32).astype(x.dtype)
 
-        gate, up = ragged(x, self.gate_proj.weight[...]), ragged(x, self.up_proj.weight[...])
-        return ragged(jax.nn.silu(gate) * up, self.down_proj.weight[...])
+def _of_experts(
+    x: Float[Array, "R E"], chosen: Int[Array, "R k"], weights: Float[Array, "R k"], ids: Int[Array, " X"],
+    gate_proj: Float[Array, "X F E"], up_proj: Float[Array, "X F E"], down_proj: Float[Array, "X E F"],
+) -> Float[Array, "1 R E"]:  # fmt: skip
+    """The part of the result that these experts give; ids: their numbers, without gaps."""
+    k, experts = chosen.shape[1], len(ids)
+    place = (chosen - ids[0]).reshape(-1)
+    place = jnp.where((place >= 0) & (place < experts), place, experts)  # those of other devices come last
+    order = jnp.argsort(place, stable=True)
+    group_sizes = jnp.bincount(place, length=experts + 1)[:experts].astype(jnp.int32)
+    ours = (place[order] < experts)[:, None]
+
+    def ragged(x: Array, w: Array) -> Array:
+        w = jnp.swapaxes(w, 1, 2)
+        return jax.lax.ragged_dot(x, w, group_sizes, preferred_element_type=jnp.float32).astype(x.dtype)
+
+    rows = jnp.where(ours, x[order // k], 0)  # as below: what lies behind the last group is undefined, its gradient too
+    out = ragged(jax.nn.silu(ragged(rows, gate_proj)) * ragged(rows, up_proj), down_proj)
+    out = jnp.where(ours, out, 0).astype(jnp.float32)
+    out = jnp.zeros_like(out).at[order].set(out).reshape(*chosen.shape, -1)
+    return jnp.einsum("rk,rke->re", weights, out)[None]
 
 
 class Weight(nnx.Module):
@@ -59,8 +87,4 @@ class MoE(nnx.Module):
             weights, chosen = jax.lax.top_k(router, k)
         if self.config.norm_topk_prob:
             weights /= weights.sum(-1, keepdims=True)
-        order = jnp.argsort(chosen.reshape(-1), stable=True)
-        group_sizes = jnp.bincount(chosen.reshape(-1), length=self.config.num_experts).astype(jnp.int32)
-        out = self.experts(flat[order // k], group_sizes)
-        out = jnp.zeros_like(out).at[order].set(out).reshape(*chosen.shape, -1)
-        return jnp.einsum("rk,rke->re", weights, out.astype(jnp.float32)).astype(x.dtype).reshape(x.shape)
+        return self.experts(flat, chosen, weights).astype(x.dtype).reshape(x.shape)
