@@ -6,7 +6,7 @@ import math
 import os
 import re
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -108,7 +108,7 @@ class Report:
     speedup: float | None
     """Predicted, collectives left out of both."""
     source: str
-    replicated: tuple[str, ...] = ()
+    replicated: list[str] = field(default_factory=list)
     """What the mesh does not divide, so that every chip holds or computes all of it."""
     deciding: tuple[float, float] | None = None
     """Denoising: FLOPs over all chips with which TSPD and the look-ahead decide beyond what a threshold needs, and those of the pass."""
@@ -376,7 +376,7 @@ def _report(
         plain_seconds=plain_seconds,
         speedup=speedup,
         source=chip.source,
-        replicated=tuple(replicated),
+        replicated=replicated,
     )
 
 

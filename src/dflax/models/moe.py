@@ -1,5 +1,7 @@
 """Mixture of experts without token dropping: a token's result never depends on its batch."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -22,26 +24,31 @@ class Experts(nnx.Module):
         self.down_proj = stacked(size, config.intermediate_size)
 
     def __call__(
-        self, x: Float[Array, "R E"], chosen: Int[Array, "R k"], weights: Float[Array, "R k"]
+        self, x: Float[Array, "R E"], router: Float[Array, "R X"], bias: Float[Array, " X"] | None, config: MoEConfig
     ) -> Float[Array, "R E"]:
         """float32: for every row the sum of what its chosen experts give, by weight. On a mesh each device sorts its own rows and runs its
         own experts on them; what the devices of a row give is added."""
         stacks = [module.weight[...] for module in (self.gate_proj, self.up_proj, self.down_proj)]
-        ids = jnp.arange(len(stacks[0]), dtype=chosen.dtype)
+        ids = jnp.arange(config.num_experts, dtype=jnp.int32)
         rows, experts = ("batch", None), ("expert", None, None)
         parts = each_device(
-            _of_experts, (x, chosen, weights, ids, *stacks), (rows, rows, rows, ("expert",), *[experts] * 3),
+            partial(_of_experts, config), (x, router, bias, ids, *stacks),
+            (rows, rows, None if bias is None else (None,), ("expert",), *[experts] * 3),
             ("expert", "batch", None), {"batch": len(x), "expert": len(ids)},
         )  # fmt: skip
         return parts.sum(0)
 
 
 def _of_experts(
-    x: Float[Array, "R E"], chosen: Int[Array, "R k"], weights: Float[Array, "R k"], ids: Int[Array, " X"],
+    config: MoEConfig, x: Float[Array, "R E"], router: Float[Array, "R all"], bias: Float[Array, " all"] | None, ids: Int[Array, " X"],
     gate_proj: Float[Array, "X F E"], up_proj: Float[Array, "X F E"], down_proj: Float[Array, "X E F"],
 ) -> Float[Array, "1 R E"]:  # fmt: skip
     """The part of the result that these experts give; ids: their numbers, without gaps."""
-    k, experts = chosen.shape[1], len(ids)
+    k, experts = config.experts_per_token, len(ids)
+    chosen = jax.lax.top_k(router if bias is None else router + bias, k)[1]
+    weights = jnp.take_along_axis(router, chosen, axis=1)
+    if config.norm_topk_prob:
+        weights /= weights.sum(-1, keepdims=True)
     place = (chosen - ids[0]).reshape(-1)
     place = jnp.where((place >= 0) & (place < experts), place, experts)  # those of other devices come last
     order = jnp.argsort(place, stable=True)
@@ -78,13 +85,6 @@ class MoE(nnx.Module):
 
     def __call__(self, x: Float[Array, "... E"]) -> Float[Array, "... E"]:
         flat = x.reshape(-1, x.shape[-1])
-        k = self.config.experts_per_token
         router = jax.nn.softmax(matmul(flat, self.gate.weight[...]), axis=-1)
-        if self.config.expert_bias:
-            chosen = jax.lax.top_k(router + self.expert_bias[...].astype(jnp.float32), k)[1]
-            weights = jnp.take_along_axis(router, chosen, axis=1)
-        else:
-            weights, chosen = jax.lax.top_k(router, k)
-        if self.config.norm_topk_prob:
-            weights /= weights.sum(-1, keepdims=True)
-        return self.experts(flat, chosen, weights).astype(x.dtype).reshape(x.shape)
+        bias = self.expert_bias[...].astype(jnp.float32) if self.config.expert_bias else None
+        return self.experts(flat, router, bias, self.config).astype(x.dtype).reshape(x.shape)
