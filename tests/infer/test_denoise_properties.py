@@ -116,7 +116,7 @@ def test_a_row_that_waits_at_its_blocks_edge_is_not_cut(kind, cache):
     """Truncation as published looks far ahead in every pass; those that only its neighbours need must not cut a row."""
     end = dflax.EndOfText((2,), stop=False, truncate=True, committed=False, floor=0.0, in_order=False, anywhere=True)
     options = {"end_of_text": end, "extrapolation": None}
-    prompts = [[1, 2, 3, 4, 5, 0, 1], [4], [3, 3, 0, 5], [0, 1], [5, 5, 5], [2, 0, 4]]
+    prompts = [[5, 0, 0, 4, 2, 3, 0], [5, 2, 5, 4], [4, 1, 4, 0, 3, 2, 5], [1, 5, 0], [3, 3], [5, 1, 5, 4, 5, 1, 4]]
     batch = answer(kind, prompts, policies.Threshold(0.4), cache, **options)
     assert len(set(batch.nfe)) > 1
     for row, prompt in enumerate(prompts):
