@@ -1,8 +1,10 @@
 """The small models that come with the package: they answer problems that nobody trained on, and do what their cards say."""
 
 import numpy as np
+import pytest
 
 import dflax
+from dflax import controllers, policies
 from dflax.train import language, stories
 
 PROBLEMS = [stories.generate(0, 50_000 + number, "test") for number in range(16)]
@@ -20,3 +22,16 @@ def test_the_pair():
     assert fast.tokens == plain.tokens
     assert right(plain.texts) >= 15
     assert np.mean([np.mean(row) for row in fast.acceptance_lengths]) > 5
+
+
+@pytest.mark.parametrize("cache", ["none", "dual"])
+def test_the_diffusion_model(cache):
+    model = dflax.load("arith-llada")
+    options = {"gen_length": 64, "block_length": 32, "cache": cache}
+    look_ahead = controllers.load_extrapolation("arith-llada")
+    out = dflax.denoise(model, PROMPTS, **options, policy=policies.TSPD.load("arith-llada"), extrapolation=look_ahead)
+    assert right(out.texts) >= 14
+    assert np.mean(out.nfe) < 64 / 4
+    learned = dflax.denoise(model, PROMPTS, **options, policy=policies.Learn2PD.load("arith-llada"))
+    assert right(learned.texts) >= 14
+    assert np.mean(learned.nfe) < 64 / 3
