@@ -129,7 +129,7 @@ def _config(file: GGUFFile) -> dict[str, Any]:
             f"{file.path}: GGUF architecture is {architecture!r}; dflax supports {', '.join(ARCHITECTURES)}"
         )
 
-    read = set(UNUSED)
+    read: set[str] = set(UNUSED)
 
     def get(key: str, default: Any = None) -> Any:
         read.add(key)
