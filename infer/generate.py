@@ -202,7 +202,7 @@ def stream_speculate(
     top_k: Any = None,
     top_p: Any = None,
     seed: Any = 0,
-    block_size: int | None = None,
+    block_size: int | str | None = None,
     stop_token_ids: Sequence[Any] | None = None,
     drafts: str = "argmax",
     allow_larger_blocks: bool = False,

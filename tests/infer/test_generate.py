@@ -88,7 +88,7 @@ def test_block_size_one_and_auto(models):
     # Rounds of all sizes count alike, and only a row's last one can have been cut.
     committed, rounds = sum(map(sum, out.acceptance_lengths)), sum(map(len, out.acceptance_lengths))
     assert committed / rounds <= out.stats.acceptance_length <= (committed + 3 * len(PROMPTS)) / rounds
-    assert auto_sizes(16) == (2, 4, 6, 8, 16)
+    assert auto_sizes(16) == (1, 3, 5, 8, 16)
     assert auto_sizes(1) == (1,)
 
 

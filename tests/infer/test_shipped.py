@@ -26,12 +26,16 @@ def test_the_pair():
 
 @pytest.mark.parametrize("cache", ["none", "dual"])
 def test_the_diffusion_model(cache):
+    """Its controller and filter answer faster and err more often, as its card says."""
     model = dflax.load("arith-llada")
     options = {"gen_length": 64, "block_length": 32, "cache": cache}
     look_ahead = controllers.load_extrapolation("arith-llada")
-    out = dflax.denoise(model, PROMPTS, **options, policy=policies.TSPD.load("arith-llada"), extrapolation=look_ahead)
-    assert right(out.texts) >= 14
-    assert np.mean(out.nfe) < 64 / 4
-    learned = dflax.denoise(model, PROMPTS, **options, policy=policies.Learn2PD.load("arith-llada"))
-    assert right(learned.texts) >= 14
-    assert np.mean(learned.nfe) < 64 / 3
+    ways = {"plain": {}, "tspd": {"policy": policies.TSPD.load("arith-llada"), "extrapolation": look_ahead}}
+    ways["learn2pd"] = {"policy": policies.Learn2PD.load("arith-llada")}
+    least, most = {"plain": 14, "tspd": 12, "learn2pd": 11}, {"plain": 64, "tspd": 16, "learn2pd": 10}
+    for name, way in ways.items():
+        if (name, cache) == ("plain", "dual"):
+            continue
+        out = dflax.denoise(model, PROMPTS, **options, **way)
+        assert right(out.texts) >= least[name], name
+        assert np.mean(out.nfe) <= most[name], name
