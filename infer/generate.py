@@ -1,6 +1,7 @@
-"""`generate`, `speculate`, `stream`: prompts in, tokens and what it took out. All are the loop of `dflax.infer.speculative`."""
+"""`generate`, `speculate`: prompts in, tokens out, at once or as they come. All are the loop of `dflax.infer.speculative`."""
 
-from collections.abc import Iterator, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -172,53 +173,28 @@ def speculate(
     return _output(session)
 
 
-def stream_generate(
-    target: Model,
-    prompts: Sequence[Any],
-    max_new_tokens: int | Sequence[int] = 256,
-    temperature: Any = 0.0,
-    top_k: Any = None,
-    top_p: Any = None,
-    seed: Any = 0,
-    stop_token_ids: Sequence[Any] | None = None,
-    enable_thinking: bool | None = None,
-    index: Sequence[int] | None = None,
-    rounds_per_call: int = 1,
-) -> Iterator[Piece]:
-    """What `generate` gives, as it is written (`dflax.stream`)."""
+def stream_generate(*arguments: Any, rounds_per_call: int = 1, **options: Any) -> Iterator[Piece]:
+    """What `generate` gives, as it is written (`dflax.stream`); takes what it takes."""
     _check_rounds(rounds_per_call)
-    session = _session(
-        target, None, prompts, max_new_tokens, temperature, top_k, top_p, seed, stop_token_ids, enable_thinking, index
-    )
-    return _pieces(session, 1, rounds_per_call)
+    return _pieces(_session(drafter=None, **_asked(generate, arguments, options)), 1, rounds_per_call)
 
 
-def stream_speculate(
-    target: Model,
-    drafter: Model,
-    prompts: Sequence[Any],
-    max_new_tokens: int | Sequence[int] = 256,
-    temperature: Any = 0.0,
-    top_k: Any = None,
-    top_p: Any = None,
-    seed: Any = 0,
-    block_size: int | str | None = None,
-    stop_token_ids: Sequence[Any] | None = None,
-    drafts: str = "argmax",
-    allow_larger_blocks: bool = False,
-    enable_thinking: bool | None = None,
-    index: Sequence[int] | None = None,
-    rounds_per_call: int = 1,
-) -> Iterator[Piece]:
-    """What `speculate` gives, as it is written (`dflax.stream`)."""
+def stream_speculate(*arguments: Any, rounds_per_call: int = 1, **options: Any) -> Iterator[Piece]:
+    """What `speculate` gives, as it is written (`dflax.stream`); takes what it takes, but no block size "auto"."""
     _check_rounds(rounds_per_call)
-    if block_size == "auto":
+    asked = _asked(speculate, arguments, options)
+    size, larger = asked.pop("block_size"), asked.pop("allow_larger_blocks")
+    if size == "auto":
         raise DflaxError('block_size is "auto", which is for whole responses; give stream a number, or None')
-    session = _session(
-        target, drafter, prompts, max_new_tokens, temperature, top_k, top_p, seed, stop_token_ids, enable_thinking, index,
-        drafts,
-    )  # fmt: skip
-    return _pieces(session, check_block_size(drafter, block_size, allow_larger_blocks), rounds_per_call)
+    session = _session(**asked)
+    return _pieces(session, check_block_size(asked["drafter"], size, larger), rounds_per_call)
+
+
+def _asked(function: Callable[..., Any], arguments: Sequence[Any], options: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by name, defaults included."""
+    bound = inspect.signature(function).bind(*arguments, **options)
+    bound.apply_defaults()
+    return dict(bound.arguments)
 
 
 def _check_rounds(rounds_per_call: Any) -> None:

@@ -17,6 +17,17 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
     assert [entry.name for entry in path.parent.iterdir()] == ["file.txt"]
 
 
+def test_a_folder_is_for_one_process_at_a_time(tmp_path):
+    with (
+        files.alone(tmp_path / "run"),
+        pytest.raises(DflaxError, match="another process works in"),
+        files.alone(tmp_path / "run"),
+    ):
+        pytest.fail("both work there")
+    with files.alone(tmp_path / "run"):
+        pass  # it is free again
+
+
 def test_a_folder_is_bound_to_its_settings(tmp_path):
     path = tmp_path / "run" / "settings.json"
     files.bind(path, {"a": 1, "b": (1, 2)})

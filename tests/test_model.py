@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import dflax
+from dflax.errors import DflaxError
 from dflax.models import params
 from dflax.train import stories
 from tests.golden import load_case
@@ -71,3 +72,7 @@ def test_the_inverse_of_a_draft_vocabulary_is_not_needed(tmp_path):
     tensors = load_file(file) | {"t2d": np.isin(np.arange(VOCAB), [1, 2, 5])}
     save_file(tensors, file)
     assert dflax.load(tmp_path / "drafter").draft_ids.tolist() == [1, 2, 5]
+    for wrong in (np.arange(2), np.array([0.5, 1, 2])):  # too few, no numbers of tokens
+        save_file(tensors | {"d2t": wrong}, file)
+        with pytest.raises(DflaxError, match="'d2t' must name 3 different ids of a vocabulary of 7"):
+            dflax.load(tmp_path / "drafter")

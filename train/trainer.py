@@ -280,9 +280,11 @@ class _Run:
         if best and best not in values:
             raise DflaxError(f"best is {self.config.best!r}; the evaluation finds {', '.join(values) or 'nothing'}")
         if best:
-            better = min if self.config.best.startswith("-") else max
-            now = [self.step, float(values[best])]
-            self.best = now if self.best is None else better(self.best, now, key=lambda one: one[1])
+            sign, now = -1 if self.config.best.startswith("-") else 1, float(values[best])
+            if (
+                self.best is None or sign * now >= sign * self.best[1]
+            ):  # of equals the newest, which is what Orbax keeps
+                self.best = [self.step, now]
         self.found = self.step, {name: float(value) for name, value in values.items()}
         found = {f"eval/{name}": float(value) for name, value in values.items()}
         if self.log is not None:

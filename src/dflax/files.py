@@ -43,9 +43,8 @@ def alone(folder: str | os.PathLike[str]) -> Iterator[None]:
         raise DflaxError(f"cannot write in {folder}: {error.strerror}; choose another output folder") from error
     with file:
         try:
-            fcntl.flock(
-                file, fcntl.LOCK_EX | fcntl.LOCK_NB
-            )  # the system lets go of it when the process ends, however it ends
+            # The system lets go of it when the process ends, however it ends.
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise DflaxError(f"another process works in {folder}; wait for its end, or give another folder") from None
         except OSError:

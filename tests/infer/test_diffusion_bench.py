@@ -45,6 +45,14 @@ CALLS = [
 ]
 
 
+def test_time_per_pass_is_of_the_passes_that_the_batch_made():
+    """Rows that wait for each other take part in fewer passes than their batch; of a batch filled up only its own share counts."""
+    waiting = call("plain", seconds=4.0, nfe=(8, 8)) | {"passes": 16}
+    part = call("plain", batch=1, seconds=1.0, nfe=(8, 8)) | {"passes": 8, "share": 0.5}
+    row = diffusion_summary.summarise([waiting, part]).rows[0]
+    assert row.seconds_per_pass == pytest.approx(5 / (16 + 4))
+
+
 def test_figures_of_four_problems():
     found = diffusion_summary.summarise(CALLS, margin=0.1, reference="fast")
     plain, fast, _ = found.rows

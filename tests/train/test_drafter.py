@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 
 import dflax
+from dflax.errors import DflaxError
 from dflax.models import params
 from dflax.models.drafter import Drafter
 from dflax.train.drafter import (
@@ -174,3 +175,8 @@ def test_bfloat16_passes_have_float32_loss_and_gradients(gradients):
         assert gradient.dtype == jnp.float32
         apart = np.linalg.norm(gradient - exact[name]) / np.linalg.norm(exact[name])
         assert 0 < apart < 0.05, (name, apart)
+
+
+def test_dpace_needs_the_probability_of_the_response():
+    with pytest.raises(DflaxError, match="weights is dpace and labels is soft"):
+        Objective(weights="dpace", labels="soft")

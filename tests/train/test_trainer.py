@@ -196,9 +196,9 @@ def test_evaluate_ends_a_run_for_good(tmp_path):
     assert all("eval/stop" not in row for row in metrics.read(tmp_path / "metrics.jsonl"))
 
 
-@pytest.mark.parametrize(("best", "step"), [("score", 12), ("-score", 24)])
-def test_the_best_checkpoint_is_kept_beside_the_last_ones(tmp_path, best, step):
-    scores = {6: 2.0, 12: 5.0, 18: 3.0, 24: 1.0, 30: 2.0, 36: 3.0, 40: 4.0}
+@pytest.mark.parametrize(("best", "step", "again"), [("score", 12, 3.0), ("-score", 24, 3.0), ("score", 18, 5.0)])
+def test_the_best_checkpoint_is_kept_beside_the_last_ones(tmp_path, best, step, again):
+    scores = {6: 2.0, 12: 5.0, 18: again, 24: 1.0, 30: 2.0, 36: 3.0, 40: 4.0}  # at step 18 perhaps as good as at 12
     weights = {}
 
     def evaluate(params, at):
@@ -209,8 +209,8 @@ def test_the_best_checkpoint_is_kept_beside_the_last_ones(tmp_path, best, step):
     trained = fit(start(), loss_fn, Regression(), settings, evaluate=evaluate)
     kept = {int(path.name) for path in (tmp_path / "checkpoints").iterdir()}
     assert kept == {step, 36, 40}
-    again = fit(start(), loss_fn, Regression(), settings, evaluate=evaluate)  # a finished run has the same result
-    for result in trained, again:
+    finished = fit(start(), loss_fn, Regression(), settings, evaluate=evaluate)  # has the same result
+    for result in trained, finished:
         np.testing.assert_array_equal(result["w"], weights[step])
     assert not np.array_equal(weights[step], weights[40])
 
@@ -279,6 +279,11 @@ def test_signal_writes_a_checkpoint_and_leaves(tmp_path, number):
 def test_impossible_config(tmp_path, changes, message):
     with pytest.raises(DflaxError, match=message):
         config(tmp_path, **changes)
+
+
+def test_a_bucket_is_no_folder():
+    with pytest.raises(DflaxError, match="out is 'gs://bucket/run'; it must be a folder"):
+        TrainConfig(steps=1, out="gs://bucket/run")
 
 
 def test_what_cannot_be_done_with_this_run_is_told_before_it_begins(tmp_path):
