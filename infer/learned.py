@@ -18,9 +18,18 @@ from jaxtyping import Array, Bool, Float, Key
 from dflax import controllers
 from dflax.config import ControllerConfig, FilterConfig
 from dflax.errors import DflaxError
+from dflax.infer.extrapolation import left_coverage
 from dflax.infer.policies import Observation, Policy, best, check_number, ranks
 from dflax.models import params
-from dflax.models.controller import AcceptanceFilter, Controller, Trail, build, memory_shape, normalised_entropy
+from dflax.models.controller import (
+    AcceptanceFilter,
+    Controller,
+    Trail,
+    build,
+    memory_shape,
+    neighbourhood,
+    normalised_entropy,
+)
 
 Remask = Literal["unfixed", "representative"]
 
@@ -76,11 +85,13 @@ class TSPD(Policy):
     def step(self, state: Watch, seen: Observation, key: Key[Array, "B T"]) -> tuple[Watch, Array, Array]:
         controller = params.fill(_abstract(self.config), self.weights)
         slots = jnp.arange(self.config.block_length, dtype=jnp.float32) / max(self.config.block_length - 1, 1)
-        trail, features = state.trail.features(
-            self.config.smoothing, seen.confidence, seen.raw, normalised_entropy(seen.logits),
-            jnp.broadcast_to(slots, seen.raw.shape), seen.uncertainty,
-        )  # fmt: skip
-        z, memory = controller(controller.standardise(features), state.memory)
+        entropy = normalised_entropy(seen.logits)
+        trail, own = state.trail.features(
+            self.config.smoothing, seen.confidence, seen.raw, entropy, jnp.broadcast_to(slots, seen.raw.shape), seen.uncertainty
+        )
+        coverage = left_coverage(~seen.masked)
+        around = neighbourhood(self.config.neighbours, seen.raw, entropy, seen.masked, coverage, seen.live)
+        z, memory = controller(controller.standardise(jnp.concatenate([own, around], axis=-1)), state.memory)
         fixed = seen.masked & (jax.nn.sigmoid(z) >= self.threshold)
         return Watch(trail, memory), seen.token, fixed | best(seen.raw, seen.masked)
 

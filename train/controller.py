@@ -63,9 +63,9 @@ class ControllerObjective:
 
 def features(
     slots: Sequences, ce: ConfidenceExtrapolation, smoothing: float, extrapolated: bool = False
-) -> Float[np.ndarray, "R S 6"]:
-    """The features of every step of every sequence, before standardisation, as the controller will see them: the look-ahead's filter
-    runs along, so that the weight of its uncertainty is trained."""
+) -> Float[np.ndarray, "R S A"]:
+    """The six features of every step of every sequence and what is around, before standardisation, as the controller will see them: the
+    look-ahead's filter runs along, so that the weight of its uncertainty is trained."""
     make = jax.jit(_features, static_argnames=("smoothing", "extrapolated"))
     out = []
     for start in range(0, len(slots), CHUNK):
@@ -74,9 +74,10 @@ def features(
         padded = {
             name: np.pad(array, [(0, short)] + [(0, 0)] * (array.ndim - 1))
             for name, array in vars(part).items()
-            if name != "agrees"
+            if name not in ("agrees", "around")
         }
-        out.append(np.asarray(make(padded, ce, smoothing=smoothing, extrapolated=extrapolated))[: len(part)])
+        own = np.asarray(make(padded, ce, smoothing=smoothing, extrapolated=extrapolated))[: len(part)]
+        out.append(np.concatenate([own, part.around], axis=2))
     return np.concatenate(out)
 
 
@@ -101,9 +102,9 @@ def _features(slots: dict[str, Array], ce: ConfidenceExtrapolation, smoothing: f
 
 
 def standardisation(
-    rows: Float[np.ndarray, "R S 6"], observed: Bool[np.ndarray, "R S"]
+    rows: Float[np.ndarray, "R S A"], observed: Bool[np.ndarray, "R S"]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Mean and deviation of the six features over the observed steps; a feature that never varies gets deviation 1."""
+    """Mean and deviation of the features over the observed steps; a feature that never varies gets deviation 1."""
     seen = rows[observed].astype(np.float64)
     std = seen.std(axis=0)
     return seen.mean(axis=0).astype(np.float32), np.where(std > 1e-6, std, 1).astype(np.float32)
@@ -129,7 +130,7 @@ def make_loss(
 ) -> Callable[..., tuple[Array, dict[str, Array]]]:
     """The loss of the trainer's `fit`: (leaves, batch, key) -> (weighted cross entropy per observed step, metrics).
 
-    A batch has features [R, S, 6] (not standardised), agrees, observed [R, S]. key=None switches dropout and noise off.
+    A batch has features [R, S, A] (not standardised), agrees, observed [R, S]. key=None switches dropout and noise off.
     """
 
     def loss(leaves: PyTree, batch: dict[str, Array], key: Array | None) -> tuple[Array, dict[str, Array]]:
@@ -137,12 +138,13 @@ def make_loss(
         x, agrees, observed = batch["features"], batch["agrees"], batch["observed"]
         if key is not None:
             noise_key, drop_key = jax.random.split(key)
-            noisy = jnp.array([name in NOISY for name in CONTROLLER_FEATURES])
+            noisy = jnp.array([name in NOISY for name in (*CONTROLLER_FEATURES, *[""] * (x.shape[-1] - len(CONTROLLER_FEATURES)))])
             x = x + objective.noise * noisy * jax.random.normal(noise_key, x.shape)
         x = controller.standardise(x)
         if key is not None:
             kept = jax.random.bernoulli(drop_key, 1 - objective.channel_dropout, (x.shape[0], 1, x.shape[2]))
-            x = jnp.where(kept, x, 0.0)
+            around = jnp.arange(x.shape[2]) >= len(controller.config.features)
+            x = jnp.where(kept | around, x, 0.0)
         z = run(controller, x)
         nll = jnp.where(agrees, weights[1] * jax.nn.softplus(-z), weights[0] * jax.nn.softplus(z))
         share = alive(z, observed) if objective.straight_through else observed.astype(jnp.float32)
@@ -251,7 +253,7 @@ def train_controller(
     made = [features(part, ce, config.smoothing, objective.extrapolated) for part in (train, validation)]
     mean, std = standardisation(made[0], train.observed)
     module = Controller(config, rngs=nnx.Rngs(settings.seed))
-    read = [CONTROLLER_FEATURES.index(name) for name in config.features]
+    read = np.array(module.read)
     module.scale.mean[...], module.scale.std[...] = jnp.asarray(mean[read]), jnp.asarray(std[read])
     weights = class_weights(train.agrees, train.observed, objective)
 

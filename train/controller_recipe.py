@@ -66,6 +66,8 @@ class ControllerRecipe:
     features: tuple[str, ...] = CONTROLLER_FEATURES
     smoothing: float = 0.25
     """alpha of the moving average. Published."""
+    neighbours: int = 0
+    """Ours: slots on either side whose confidence and entropy the controller reads too; 0: as published."""
     objective: ControllerObjective = field(default_factory=ControllerObjective)
     slots: int = 65536
     """Recorded positions used at most, drawn at random."""
@@ -121,7 +123,7 @@ class ControllerRecipe:
     @property
     def controller(self) -> ControllerConfig:
         return ControllerConfig(
-            self.block_length, self.kind, self.layers, self.hidden_size, self.features, self.smoothing
+            self.block_length, self.kind, self.layers, self.hidden_size, self.features, self.smoothing, self.neighbours
         )
 
 
@@ -266,7 +268,7 @@ def _train(
     """chosen: traces to train on, and to validate with."""
     rng = np.random.default_rng(recipe.train.seed)
     most = (recipe.slots, -(-recipe.slots // (VALIDATION - 1)))
-    train, held = (_some(sequences(part), n, rng) for part, n in zip(chosen, most, strict=True))
+    train, held = (_some(sequences(part, recipe.neighbours), n, rng) for part, n in zip(chosen, most, strict=True))
     settings = dataclasses.replace(recipe.train, out=str(folder))
     controller, figures = train_controller(
         recipe.controller, train, held, ce, recipe.objective, settings, recipe.slots_per_step, recipe.patience,

@@ -23,6 +23,7 @@ from tqdm import tqdm
 from dflax import files
 from dflax.errors import DflaxError
 from dflax.infer.extrapolation import left_coverage
+from dflax.models.controller import neighbourhood
 
 UNREADABLE = (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error)
 """What numpy raises for archives that were cut or changed."""
@@ -153,6 +154,8 @@ class Sequences:
     agrees: Bool[np.ndarray, "R S"]
     position: Float[np.ndarray, "R"]
     """Offset in the block / (T - 1)."""
+    around: Float[np.ndarray, "R S N"]
+    """`dflax.models.controller.neighbourhood`; N is 0 where a slot is judged by itself."""
 
     def __len__(self) -> int:
         return len(self.position)
@@ -161,19 +164,23 @@ class Sequences:
         return Sequences(*(getattr(self, f.name)[chosen] for f in fields(self)))
 
 
-def sequences(traces: Traces) -> Sequences:
-    """Every slot of every block as a sequence of its own."""
+def sequences(traces: Traces, neighbours: int = 0) -> Sequences:
+    """Every slot of every block as a sequence of its own, with this many neighbours to either side."""
     traces = traces.trimmed()
     P, N, S, T = traces.confidence.shape
     per_slot = lambda array: np.ascontiguousarray(array.transpose(0, 1, 3, 2).reshape(P * N * T, S))
     fixed = jnp.asarray(~traces.masked.reshape(-1, T))
+    coverage = np.asarray(left_coverage(fixed)).reshape(P, N, S, T)
+    seen = (traces.confidence, traces.entropy, traces.masked, coverage)
+    around = np.asarray(neighbourhood(neighbours, *map(jnp.asarray, seen)))
     return Sequences(
         confidence=per_slot(traces.confidence),
         entropy=per_slot(traces.entropy),
         margin=per_slot(traces.margin),
         token=per_slot(traces.token),
-        coverage=per_slot(np.asarray(left_coverage(fixed)).reshape(P, N, S, T)),
+        coverage=per_slot(coverage),
         observed=per_slot(traces.masked),
         agrees=per_slot(traces.agrees),
         position=np.tile(np.arange(T, dtype=np.float32) / max(T - 1, 1), P * N),
+        around=np.ascontiguousarray(around.transpose(0, 1, 3, 2, 4).reshape(P * N * T, S, -1)),
     )

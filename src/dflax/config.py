@@ -144,7 +144,8 @@ class ControllerConfig:
     """TSPD's controller: a tiny network, shared by all positions, that decides whether a position's token is fixed.
 
     The defaults have the published 2,112 parameters and a head of 13. `features` names what it reads (a part of
-    CONTROLLER_FEATURES). `smoothing` is alpha of the moving average of the confidence (published).
+    CONTROLLER_FEATURES). `smoothing` is alpha of the moving average of the confidence (published). `neighbours`: it reads confidence and
+    entropy of so many slots on either side too, and how much is written before the slot (ours; 0: as published, a slot by itself).
     """
 
     block_length: int = 32
@@ -153,6 +154,17 @@ class ControllerConfig:
     hidden_size: int = 12
     features: tuple[str, ...] = CONTROLLER_FEATURES
     smoothing: float = 0.25
+    neighbours: int = 0
+
+    @property
+    def inputs(self) -> int:
+        """Numbers that the network reads of a slot and its neighbours in one step."""
+        return len(self.features) + self.around
+
+    @property
+    def around(self) -> int:
+        """Of these, what is around the slot."""
+        return 4 * self.neighbours + 1 if self.neighbours else 0
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,10 @@ from safetensors.numpy import load_file
 import dflax
 from dflax.config import ControllerConfig, FilterConfig
 from dflax.errors import DflaxError
+from dflax.infer.extrapolation import left_coverage
 from dflax.infer.learned import TSPD, Learn2PD, accept
 from dflax.infer.policies import Observation
-from dflax.models.controller import Trail, build, normalised_entropy
+from dflax.models.controller import Trail, build, neighbourhood, normalised_entropy
 from golden import load_case
 
 B, T, V = 2, 8, 11
@@ -41,20 +42,27 @@ def observations(steps=4):
     return [seen(k, np.broadcast_to(np.arange(T) >= k, (B, T))) for k in range(steps)]
 
 
+@pytest.fixture(params=[0, 2], ids=["by itself", "with neighbours"])
+def config(request):
+    return replace(CONFIG, neighbours=request.param)
+
+
 def judged(controller):
     """Logits of the controller over the observations, by its parts."""
     trail, memory = Trail.empty((B, T)), controller.empty_memory((B, T))
     position = jnp.broadcast_to(jnp.arange(T) / (T - 1), (B, T)).astype(jnp.float32)
     out = []
     for o in observations():
-        trail, x = trail.features(0.25, o.confidence, o.raw, normalised_entropy(o.logits), position, o.uncertainty)
-        z, memory = controller(controller.standardise(x), memory)
+        entropy = normalised_entropy(o.logits)
+        trail, x = trail.features(0.25, o.confidence, o.raw, entropy, position, o.uncertainty)
+        around = neighbourhood(controller.config.neighbours, o.raw, entropy, o.masked, left_coverage(~o.masked))
+        z, memory = controller(controller.standardise(jnp.concatenate([x, around], axis=-1)), memory)
         out.append(z)
     return np.stack(out)
 
 
-def test_tspd_fixes_what_the_controller_says_and_the_best_slot():
-    controller = build(CONFIG, nnx.Rngs(3))
+def test_tspd_fixes_what_the_controller_says_and_the_best_slot(config):
+    controller = build(config, nnx.Rngs(3))
     controller.head.bias[...] = jnp.array([-np.median(judged(controller))])  # so that the gate says yes and no
     policy = TSPD.of(controller)
     state = policy.init(B, T, V)

@@ -14,7 +14,7 @@ from dflax.config import ControllerConfig, FilterConfig
 from dflax.errors import DflaxError
 from dflax.infer.extrapolation import ConfidenceExtrapolation
 from dflax.models import params
-from dflax.models.controller import AcceptanceFilter, Controller, Trail, build, normalised_entropy
+from dflax.models.controller import AcceptanceFilter, Controller, Trail, build, neighbourhood, normalised_entropy
 from golden import load_case
 
 CONFIG = ControllerConfig()
@@ -99,6 +99,30 @@ def test_features_by_hand():
     average = [0.2, 0.25 * 0.5 + 0.75 * 0.2, 0.25 * 0.9 + 0.75 * 0.275]
     want = [[raw[t, 0] + 0.05, 0.7, average[t], average[t] - average[max(t - 1, 0)], 0.1, 3] for t in range(3)]
     np.testing.assert_allclose(np.stack(rows)[:, 0], want, rtol=1e-5)
+
+
+def test_what_is_around_a_slot_by_hand():
+    """Written slots are certain, and so is what lies before the block; what lies behind block or canvas is unknown."""
+    confidence = jnp.array([[0.5, 0.6, 0.7, 0.8]])
+    masked, live = jnp.array([[True, False, True, False]]), jnp.array([[True, True, True, False]])
+    coverage = jnp.array([[1.0, 0.0, 0.5, 1 / 3]])
+    around = neighbourhood(2, confidence, 0.5 * confidence, masked, coverage, live)
+    want = [  # coverage; confidence: left, two left, right, two right; entropy: the same
+        [1, 1, 1, 1, 0.7, 0, 0, 0, 0.35],
+        [0, 0.5, 1, 0.7, 0, 0.25, 0, 0.35, 1],
+        [0.5, 1, 0.5, 0, 0, 0, 0.25, 1, 1],
+        [1 / 3, 0.7, 1, 0, 0, 0.35, 0, 1, 1],
+    ]
+    np.testing.assert_allclose(around[0], want, rtol=1e-6)
+    assert neighbourhood(0, confidence, confidence, masked, coverage).shape == (1, 4, 0)
+    config = replace(CONFIG, features=("entropy",), neighbours=2)
+    assert config.inputs == 10
+    module = build(config, nnx.Rngs(0))
+    seen = jnp.concatenate([jnp.arange(4.0)[:, None] + jnp.arange(6.0), around[0]], axis=-1)
+    np.testing.assert_array_equal(module.standardise(seen)[:, 1:], around[0])
+    np.testing.assert_array_equal(module.standardise(seen)[:, 0], jnp.arange(4.0) + 1)
+    with pytest.raises(DflaxError, match="neighbours of a controller is 32; a block of 32 has 0 to 31"):
+        build(replace(CONFIG, neighbours=32), nnx.Rngs(0))
 
 
 def test_features_left_out_and_an_absent_uncertainty():

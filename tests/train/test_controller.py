@@ -12,7 +12,7 @@ from dflax.config import ControllerConfig
 from dflax.errors import DflaxError
 from dflax.infer.extrapolation import ConfidenceExtrapolation, left_coverage
 from dflax.models import params
-from dflax.models.controller import Trail, build
+from dflax.models.controller import Trail, build, neighbourhood
 from dflax.train import metrics, trainer
 from dflax.train.controller import (
     ControllerObjective,
@@ -62,7 +62,7 @@ def train(out, slots, objective=None, **changes):
 
 def test_features_are_those_of_the_loop():
     """One block of a recording, step by step, as the policy and the look-ahead in front of it compute them."""
-    made = features(sequences(traces(1, 1)), CE, 0.25)
+    made = features(sequences(traces(1, 1), neighbours=3), CE, 0.25)
     shown = traces(1, 1).trimmed()
     trend, trail = CE.init(1, T), Trail.empty((1, T))
     position = jnp.arange(T, dtype=jnp.float32)[None] / (T - 1)
@@ -74,11 +74,12 @@ def test_features_are_those_of_the_loop():
         trend, _, uncertainty = CE.observe(trend, now["confidence"], now["token"], now["masked"], coverage)
         raw = now["confidence"]
         trail, want = trail.features(0.25, raw, raw, now["entropy"], position, uncertainty)
-        np.testing.assert_allclose(made[:, s], want[0], rtol=1e-5, atol=1e-6)
+        around = neighbourhood(3, raw, now["entropy"], now["masked"], coverage)
+        np.testing.assert_allclose(made[:, s], jnp.concatenate([want, around], axis=-1)[0], rtol=1e-5, atol=1e-6)
     assert np.all(made[:, 0, 5] > 0.1)  # the look-ahead's uncertainty is there
     raised = features(sequences(traces(1, 1)), CE, 0.25, extrapolated=True)
     assert np.all(raised[..., 0] >= made[..., 0])
-    np.testing.assert_array_equal(raised[..., 1:], made[..., 1:])
+    np.testing.assert_array_equal(raised[..., 1:], made[..., 1:6])
 
 
 def test_class_weights_and_the_constant_answer(slots):

@@ -56,6 +56,38 @@ class Trail:
         return Trail(average, jnp.ones_like(self.seen)), jnp.stack(columns, axis=-1)
 
 
+def neighbourhood(
+    count: int,
+    confidence: Float[Array, "*rows T"],
+    entropy: Float[Array, "*rows T"],
+    masked: Bool[Array, "*rows T"],
+    coverage: Float[Array, "*rows T"],
+    live: Bool[Array, "*rows T"] | None = None,
+) -> Float[Array, "*rows T N"]:
+    """What is around every slot of a block: the coverage to its left, then confidence, then entropy, of the `count` slots to its left
+    (nearest first) and of those to its right.
+
+    What is written counts as certain, in front of the block too (1, 0); what lies behind the block or the canvas as unknown (0, 1).
+
+    Args:
+      confidence, entropy: raw, as in `Trail.features`.
+      coverage: share of the slots to the left that are written.
+      live: slots before the end of the canvas; None: all.
+    """
+    if not count:
+        return jnp.zeros((*masked.shape, 0), jnp.float32)
+    live = jnp.ones_like(masked) if live is None else live
+    T = masked.shape[-1]
+    columns = [coverage]
+    for value, written, unknown in ((confidence, 1.0, 0.0), (entropy, 0.0, 1.0)):
+        shown = jnp.where(masked, value, jnp.where(live, written, unknown))
+        edges = [(0, 0)] * (masked.ndim - 1) + [(count, count)]
+        padded = jnp.pad(shown, edges, constant_values=[(0.0, 0.0)] * (masked.ndim - 1) + [(written, unknown)])
+        offsets = [*range(-1, -count - 1, -1), *range(1, count + 1)]
+        columns += [padded[..., count + offset : count + offset + T] for offset in offsets]
+    return jnp.stack(columns, axis=-1)
+
+
 class LSTMLayer(nnx.Module):
     """Gates i, f, g, o with one bias each: 4 (hidden (in + hidden) + hidden) parameters."""
 
@@ -141,27 +173,38 @@ class Controller(nnx.Module):
             raise DflaxError("layers, hidden_size and block_length of a controller must be at least 1")
         if config.kind not in LAYERS:
             raise DflaxError(f"kind of a controller is {config.kind!r}; it is one of {', '.join(LAYERS)}")
+        if not 0 <= config.neighbours < max(config.block_length, 1):
+            raise DflaxError(
+                f"neighbours of a controller is {config.neighbours}; a block of {config.block_length} has 0 to {config.block_length - 1}"
+            )
         layer = LAYERS[config.kind]
-        sizes = [len(config.features)] + [config.hidden_size] * config.layers
-        self.scale = Scale(len(config.features))
+        sizes = [config.inputs] + [config.hidden_size] * config.layers
+        self.scale = Scale(config.inputs)
         self.layers = nnx.List([layer(sizes[i], sizes[i + 1], rngs=rngs) for i in range(config.layers)])
         self.head = Linear(config.hidden_size, 1, bias=True, std=config.hidden_size**-0.5, rngs=rngs)
         self.config = config
+
+    @property
+    def read(self) -> list[int]:
+        """Columns that it reads, of the six features and its neighbourhood side by side."""
+        own = [CONTROLLER_FEATURES.index(name) for name in self.config.features]
+        return own + [len(CONTROLLER_FEATURES) + i for i in range(self.config.around)]
 
     def empty_memory(self, shape: tuple[int, ...]) -> Float[Array, "*slots L M"]:
         """Of positions that have not been looked at."""
         return jnp.zeros((*shape, *memory_shape(self.config)), jnp.float32)
 
-    def standardise(self, features: Float[Array, "*slots 6"]) -> Float[Array, "*slots F"]:
-        """The features that this controller reads, with mean 0 and deviation 1 on its training traces.
+    def standardise(self, features: Float[Array, "*slots A"]) -> Float[Array, "*slots F"]:
+        """What this controller reads of the six features, and all of the neighbourhood behind them, with mean 0 and deviation 1 on its
+        training traces.
 
         An uncertainty of 0 means that no look-ahead runs: it counts as the mean. (The paper feeds 0; to a network trained with the
         look-ahead that would say "certain". Channel dropout has taught it what the mean says: nothing.)
         """
-        read = [CONTROLLER_FEATURES.index(name) for name in self.config.features]
-        x = features[..., jnp.array(read)]
+        names = self.config.features
+        x = features[..., jnp.array(self.read)]
         scaled = (x - self.scale.mean[...]) / self.scale.std[...]
-        absent = (x == 0) & jnp.array([name == "uncertainty" for name in self.config.features])
+        absent = (x == 0) & jnp.array([i < len(names) and names[i] == "uncertainty" for i in range(len(self.read))])
         return jnp.where(absent, 0.0, scaled)
 
     def __call__(
