@@ -195,7 +195,7 @@ def _learn(
     controller_recipe.save(folder / "controller", controller, ce)
     found = {
         "settings": settings,
-        "parameters": network_size(wanted.kind, wanted.layers, wanted.hidden_size, len(wanted.features)),
+        "parameters": network_size(wanted.kind, wanted.layers, wanted.hidden_size, wanted.controller.inputs),
         "minutes": (time.perf_counter() - began) / 60,
         **figures,
     }

@@ -36,7 +36,10 @@ VARIANTS = {
     "traces-mixed": Variant({"rule": "mixed"}),
     "straight-through": Variant(objective={"straight_through": True}),
     **{f"share-{round(100 * share)}": Variant(share=share) for share in (0.125, 0.25, 0.5)},
-    "own-round": Variant({"own_rounds": 1}),
+    "own-rounds": Variant({"own_rounds": 2}),
+    "neighbours": Variant({"neighbours": 4}),
+    "wrong-weight": Variant(objective={"wrong_weight": 9.0}),
+    "ours": Variant({"own_rounds": 2, "neighbours": 4}, {"wrong_weight": 9.0}),
 }
 """Controllers to train, in the order in which they tell most."""
 
@@ -83,7 +86,13 @@ TABLES = (
         ("extremely greedy", "base", "30.3, 79.5"),
         ("plain decoding", "traces-standard", "7.5, 79.6"),
         ("mixed", "traces-mixed", "16.1, 79.5"),
-        ("ours: extremely greedy, then one round of its own", "own-round", None),
+    )),
+    ("Beside the paper's recipe", "", (
+        ("as published", "base", None),
+        ("two rounds of its own", "own-rounds", None),
+        ("four neighbours on either side", "neighbours", None),
+        ("wrong commits weigh 9 times", "wrong-weight", None),
+        ("all three: what ships", "ours", None),
     )),
     ("Straight-through estimator", "used, but without effect on a loss over recorded traces", (
         ("off", "base", None),
@@ -126,7 +135,7 @@ def changed(base: ControllerRecipe, name: str, out: str) -> ControllerRecipe:
         changes["features"] = tuple(feature for feature in base.features if feature != variant.without)
     if variant.net is not None:
         kind, layers, count = variant.net
-        changes |= {"kind": kind, "layers": layers, "hidden_size": hidden_size(kind, layers, count, len(base.features))}
+        changes |= {"kind": kind, "layers": layers, "hidden_size": hidden_size(kind, layers, count, base.controller.inputs)}
     objective = dataclasses.replace(base.objective, **variant.objective)
     return dataclasses.replace(base, **changes, objective=objective, out=out)
 

@@ -160,7 +160,8 @@ def test_variants_change_one_thing():
     assert (asked["mlp-4"].kind, asked["mlp-4"].layers, asked["mlp-4"].hidden_size) == ("mlp", 4, 24)
     assert asked["traces-mixed"] == dataclasses.replace(base, rule="mixed", out="out")
     assert asked["straight-through"].objective.straight_through
-    assert asked["own-round"].own_rounds == 1
+    assert asked["own-rounds"].own_rounds == 2
+    assert (asked["ours"].own_rounds, asked["ours"].neighbours, asked["ours"].objective.wrong_weight) == (2, 4, 9)
     distinct = [name for name, variant in VARIANTS.items() if variant.share == 1]
     assert len({str(asked[name]) for name in distinct}) == len(distinct)
 
