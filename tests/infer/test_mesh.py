@@ -23,7 +23,7 @@ def found(tmp_path_factory):
     random_model(drafter, 1).save(folder / "drafter")
     random_model(target_config("llada", bidirectional=True, mask_token_id=6, head_dim=4), 3).save(folder / "diffusion")
     environment = os.environ | {
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0",
+        "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=8",
         "JAX_PLATFORMS": "cpu",
         "JAX_DEFAULT_MATMUL_PRECISION": "highest",
         "PYTHONPATH": str(Path(__file__).parents[2]),

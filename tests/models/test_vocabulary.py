@@ -11,7 +11,7 @@ import pytest
 @pytest.mark.parametrize("what", ["numbers", "sent"])
 def test_on_eight_devices(what):
     environment = os.environ | {
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0",
+        "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=8",
         "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": str(Path(__file__).parents[2]),
     }

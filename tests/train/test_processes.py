@@ -24,7 +24,7 @@ def start(
     out: Path, pause: float, index: int | None, port: int = 0, devices: int = 2, then: str = ""
 ) -> subprocess.Popen:
     environment = os.environ | {
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0",
+        "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}",
         "JAX_PLATFORMS": "cpu",
         "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
         "PYTHONPATH": str(Path(__file__).parents[2]),
