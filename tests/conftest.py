@@ -9,12 +9,12 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a test never waits for a network
 # Tests compile more than they compute.
 FLAGS = ["--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true"]
-if version("jaxlib").startswith("0.10."):  # a third less to compile by XLA's older emitters; later versions have no such flag
-    FLAGS.append("--xla_cpu_use_fusion_emitters=false")
+# The older emitters of XLA compile in a third less time; later versions than 0.10 have neither them nor the flag.
+FLAGS += ["--xla_cpu_use_fusion_emitters=false"] * version("jaxlib").startswith("0.10.")
 os.environ.setdefault("XLA_FLAGS", " ".join(FLAGS))
 
-import jax
-from jaxtyping import install_import_hook
+import jax  # noqa: E402  the settings above must come first
+from jaxtyping import install_import_hook  # noqa: E402
 
 ROOT = Path(__file__).parent.parent
 

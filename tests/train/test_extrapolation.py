@@ -25,7 +25,9 @@ def simulated(rows=3000, steps=12, seed=0):
     y = np.stack(ys, axis=1).astype(np.float32)
     confidence = (1 / (1 + np.exp(-np.clip(y, -9, 9)))).astype(np.float32)
     flat = np.ones_like(y)
-    return Sequences(confidence, flat, y, flat.astype(np.int32), flat, flat > 0, flat > 0, flat[:, 0], flat[..., None][..., :0])
+    return Sequences(
+        confidence, flat, y, flat.astype(np.int32), flat, flat > 0, flat > 0, flat[:, 0], flat[..., None][..., :0]
+    )
 
 
 def test_fit_recovers_the_noises():
