@@ -87,7 +87,12 @@ class TSPD(Policy):
         slots = jnp.arange(self.config.block_length, dtype=jnp.float32) / max(self.config.block_length - 1, 1)
         entropy = normalised_entropy(seen.logits)
         trail, own = state.trail.features(
-            self.config.smoothing, seen.confidence, seen.raw, entropy, jnp.broadcast_to(slots, seen.raw.shape), seen.uncertainty
+            self.config.smoothing,
+            seen.confidence,
+            seen.raw,
+            entropy,
+            jnp.broadcast_to(slots, seen.raw.shape),
+            seen.uncertainty,
         )
         coverage = left_coverage(~seen.masked)
         around = neighbourhood(self.config.neighbours, seen.raw, entropy, seen.masked, coverage, seen.live)

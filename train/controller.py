@@ -138,7 +138,9 @@ def make_loss(
         x, agrees, observed = batch["features"], batch["agrees"], batch["observed"]
         if key is not None:
             noise_key, drop_key = jax.random.split(key)
-            noisy = jnp.array([name in NOISY for name in (*CONTROLLER_FEATURES, *[""] * (x.shape[-1] - len(CONTROLLER_FEATURES)))])
+            noisy = jnp.array(
+                [name in NOISY for name in (*CONTROLLER_FEATURES, *[""] * (x.shape[-1] - len(CONTROLLER_FEATURES)))]
+            )
             x = x + objective.noise * noisy * jax.random.normal(noise_key, x.shape)
         x = controller.standardise(x)
         if key is not None:
