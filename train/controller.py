@@ -138,9 +138,7 @@ def make_loss(
         x, agrees, observed = batch["features"], batch["agrees"], batch["observed"]
         if key is not None:
             noise_key, drop_key = jax.random.split(key)
-            noisy = jnp.array(
-                [name in NOISY for name in (*CONTROLLER_FEATURES, *[""] * (x.shape[-1] - len(CONTROLLER_FEATURES)))]
-            )
+            noisy = np.isin(np.arange(x.shape[2]), [CONTROLLER_FEATURES.index(name) for name in NOISY])
             x = x + objective.noise * noisy * jax.random.normal(noise_key, x.shape)
         x = controller.standardise(x)
         if key is not None:

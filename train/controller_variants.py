@@ -135,11 +135,8 @@ def changed(base: ControllerRecipe, name: str, out: str) -> ControllerRecipe:
         changes["features"] = tuple(feature for feature in base.features if feature != variant.without)
     if variant.net is not None:
         kind, layers, count = variant.net
-        changes |= {
-            "kind": kind,
-            "layers": layers,
-            "hidden_size": hidden_size(kind, layers, count, base.controller.inputs),
-        }
+        width = hidden_size(kind, layers, count, base.controller.inputs)
+        changes |= {"kind": kind, "layers": layers, "hidden_size": width}
     objective = dataclasses.replace(base.objective, **variant.objective)
     return dataclasses.replace(base, **changes, objective=objective, out=out)
 

@@ -201,10 +201,9 @@ class Controller(nnx.Module):
         An uncertainty of 0 means that no look-ahead runs: it counts as the mean. (The paper feeds 0; to a network trained with the
         look-ahead that would say "certain". Channel dropout has taught it what the mean says: nothing.)
         """
-        names = self.config.features
         x = features[..., jnp.array(self.read)]
         scaled = (x - self.scale.mean[...]) / self.scale.std[...]
-        absent = (x == 0) & jnp.array([i < len(names) and names[i] == "uncertainty" for i in range(len(self.read))])
+        absent = (x == 0) & (jnp.array(self.read) == CONTROLLER_FEATURES.index("uncertainty"))
         return jnp.where(absent, 0.0, scaled)
 
     def __call__(
