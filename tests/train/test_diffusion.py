@@ -98,7 +98,9 @@ def test_rolling_noise_rises_along_the_region():
     near = (np.asarray(t) > 0.4) & (np.asarray(t) < 0.6)
     np.testing.assert_allclose(hidden[near, 2:].mean(0), rate[near, 2:].mean(0), atol=0.08)
     # 1 - rate is exact to a last place of a rate near 1, and is multiplied by (10 + 6 w) / w = 11.
-    np.testing.assert_allclose(noised.weight, np.where(hidden, weight, 0.0), rtol=1e-5, atol=11 * np.finfo(np.float32).eps)
+    np.testing.assert_allclose(
+        noised.weight, np.where(hidden, weight, 0.0), rtol=1e-5, atol=11 * np.finfo(np.float32).eps
+    )
     # Half of the ramp's centre: logit(rate) moves by one where the place does by the width.
     logit = np.log(rate[2000, 2:] / (1 - rate[2000, 2:]))
     np.testing.assert_allclose(np.diff(logit), 0.5, rtol=1e-3)
