@@ -75,7 +75,7 @@ class DenoiseConfig:
     cfg_scale: float = 0.0
     """Guidance away from what the model would write without the prompt."""
     seed: int = 0
-    """Noise is keyed by this (plus the number of the batch), the prompt's number in the batch, position and step."""
+    """Noise is keyed by this, the prompt's number, position and step."""
     mask_token_id: int | None = None
     """Where the model's config.json lacks it (LLaDA-MoE: 156895)."""
     batch_size: int = 16

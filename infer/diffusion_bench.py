@@ -82,7 +82,7 @@ class DiffusionBenchConfig:
     """Every batch is answered this often by every method; its time is the median."""
     temperature: float = 0.0
     seed: int = 0
-    """Noise at a temperature; problem i has this + i."""
+    """Noise at a temperature is keyed by this and the problem's number."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     end_of_text: Literal["none", "stop", "truncate"] = "none"
     """"none": the whole region is denoised, as published. "stop": up to a written end token. "truncate": or a surely predicted one."""

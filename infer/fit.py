@@ -21,7 +21,7 @@ def check_diffusion(model: Model) -> tuple[ModelConfig, int]:
         raise DflaxError(f"{_name(model)} is no diffusion language model; use dflax.generate")
     if model.config.mask_token_id is None:
         raise DflaxError(
-            f"the config.json of {_name(model)} has no mask_token_id; give dflax.load(..., mask_token_id=...)"
+            f"the config.json of {_name(model)} has no mask_token_id; give dflax.load(..., mask_token_id=...) or --mask-token-id"
         )
     return model.config, model.config.mask_token_id
 

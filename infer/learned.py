@@ -5,6 +5,9 @@ Their weights are leaves, so that one compiled loop serves every controller of a
 * TSPD's paper remasks a share of the positions it did not fix (A.2), which read literally leaves tokens visible that are not final.
   Here, as in Learn2PD, a slot is final or it is the mask token; `remask="representative"` reads literally.
 * The paper has no rule for a step in which the gate fixes nothing; the forced slot is Learn2PD's.
+* The position is the offset in the block (equation 3), not in the answer (A.3): a controller serves answers of any length.
+
+Ours beside the paper's: a controller with `neighbours` reads what is around a slot too.
 """
 
 from dataclasses import dataclass, field

@@ -40,7 +40,7 @@ class ControllerObjective:
     wrong_weight: float = 1.0
     """Further weight of steps whose token is wrong: above 1 the gate opens later, for fewer mistakes and more passes. 1: as published."""
     channel_dropout: float = 0.1
-    """Probability that a feature is hidden for a sequence. Published."""
+    """Probability that one of the six features is hidden for a sequence; what is around a slot never is. Published."""
     noise: float = 0.01
     """Deviation of the Gaussian noise on the confidence, its average and its momentum. Published."""
     straight_through: bool = False
@@ -63,7 +63,7 @@ class ControllerObjective:
 
 def features(
     slots: Sequences, ce: ConfidenceExtrapolation, smoothing: float, extrapolated: bool = False
-) -> Float[np.ndarray, "R S A"]:
+) -> Float[np.ndarray, "R S all"]:
     """The six features of every step of every sequence and what is around, before standardisation, as the controller will see them: the
     look-ahead's filter runs along, so that the weight of its uncertainty is trained."""
     make = jax.jit(_features, static_argnames=("smoothing", "extrapolated"))
@@ -102,7 +102,7 @@ def _features(slots: dict[str, Array], ce: ConfidenceExtrapolation, smoothing: f
 
 
 def standardisation(
-    rows: Float[np.ndarray, "R S A"], observed: Bool[np.ndarray, "R S"]
+    rows: Float[np.ndarray, "R S all"], observed: Bool[np.ndarray, "R S"]
 ) -> tuple[np.ndarray, np.ndarray]:
     """Mean and deviation of the features over the observed steps; a feature that never varies gets deviation 1."""
     seen = rows[observed].astype(np.float64)
@@ -130,7 +130,8 @@ def make_loss(
 ) -> Callable[..., tuple[Array, dict[str, Array]]]:
     """The loss of the trainer's `fit`: (leaves, batch, key) -> (weighted cross entropy per observed step, metrics).
 
-    A batch has features [R, S, A] (not standardised), agrees, observed [R, S]. key=None switches dropout and noise off.
+    A batch has features [R, S, all] (the six and what is around; not standardised), agrees, observed [R, S]. key=None switches dropout and
+    noise off.
     """
 
     def loss(leaves: PyTree, batch: dict[str, Array], key: Array | None) -> tuple[Array, dict[str, Array]]:
@@ -143,8 +144,8 @@ def make_loss(
         x = controller.standardise(x)
         if key is not None:
             kept = jax.random.bernoulli(drop_key, 1 - objective.channel_dropout, (x.shape[0], 1, x.shape[2]))
-            around = jnp.arange(x.shape[2]) >= len(controller.config.features)
-            x = jnp.where(kept | around, x, 0.0)
+            own = jnp.arange(x.shape[2]) < len(controller.config.features)
+            x = jnp.where(kept | ~own, x, 0.0)
         z = run(controller, x)
         nll = jnp.where(agrees, weights[1] * jax.nn.softplus(-z), weights[0] * jax.nn.softplus(z))
         share = alive(z, observed) if objective.straight_through else observed.astype(jnp.float32)
@@ -253,8 +254,8 @@ def train_controller(
     made = [features(part, ce, config.smoothing, objective.extrapolated) for part in (train, validation)]
     mean, std = standardisation(made[0], train.observed)
     module = Controller(config, rngs=nnx.Rngs(settings.seed))
-    read = np.array(module.read)
-    module.scale.mean[...], module.scale.std[...] = jnp.asarray(mean[read]), jnp.asarray(std[read])
+    columns = np.array(module.columns)
+    module.scale.mean[...], module.scale.std[...] = jnp.asarray(mean[columns]), jnp.asarray(std[columns])
     weights = class_weights(train.agrees, train.observed, objective)
 
     leaves = params.flatten(module)

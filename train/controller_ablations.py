@@ -26,7 +26,7 @@ from dflax.infer.frontier import Interval
 from dflax.infer.journal import Journal
 from dflax.infer.learned import TSPD, Learn2PD
 from dflax.infer.methods import PLAIN, Method
-from dflax.infer.policies import Credit, Policy, Threshold
+from dflax.infer.policies import Credit, Factor, Frechet, Policy, Threshold
 from dflax.infer.tasks import Task, load_file, load_stories, with_room
 from dflax.model import Model
 from dflax.models.controller import Controller
@@ -151,6 +151,8 @@ def _policies(
     learned, _ = controller_recipe.learn_filter(base, traces)
     others: dict[str, Policy] = {
         "threshold": Threshold(config.threshold),
+        "factor": Factor(),
+        "frechet": Frechet(),
         "learn2pd": Learn2PD.of(learned),
         "credit": Credit(config.threshold),
     }

@@ -39,7 +39,7 @@ VARIANTS = {
     "own-rounds": Variant({"own_rounds": 2}),
     "neighbours": Variant({"neighbours": 4}),
     "wrong-weight": Variant(objective={"wrong_weight": 9.0}),
-    "ours": Variant({"own_rounds": 2, "neighbours": 4}, {"wrong_weight": 9.0}),
+    "ours": Variant({"own_rounds": 2, "neighbours": 4, "slots": 131072}, {"wrong_weight": 9.0}),
 }
 """Controllers to train, in the order in which they tell most."""
 
@@ -107,6 +107,10 @@ TABLES = (
     ("CE in front of other policies", "tokens/s (accuracy with CE)", (
         ("threshold", "threshold", "52.8, with cache"),
         ("threshold, CE", "threshold+ce", "64.2 (78.8), with cache"),
+        ("factor", "factor", None),
+        ("factor, CE", "factor+ce", None),
+        ("Fréchet bounds", "frechet", None),
+        ("Fréchet bounds, CE", "frechet+ce", None),
         ("Learn2PD", "learn2pd", "29.0"),
         ("Learn2PD, CE", "learn2pd+ce", "32.4 (79.3)"),
         ("CreditDecoding", "credit", "54.5, with cache"),
@@ -141,17 +145,17 @@ def changed(base: ControllerRecipe, name: str, out: str) -> ControllerRecipe:
     return dataclasses.replace(base, **changes, objective=objective, out=out)
 
 
-def hidden_size(kind: ControllerKind, layers: int, count: int, features: int) -> int:
+def hidden_size(kind: ControllerKind, layers: int, count: int, inputs: int) -> int:
     """The one with which the layers (without the head) come closest to `count` parameters; 12 for the published 2,112."""
-    distance = lambda size: abs(network_size(kind, layers, size, features) - count)
+    distance = lambda size: abs(network_size(kind, layers, size, inputs) - count)
     size = 1
     while distance(size + 1) < distance(size):
         size += 1
     return size
 
 
-def network_size(kind: ControllerKind, layers: int, size: int, features: int) -> int:
+def network_size(kind: ControllerKind, layers: int, size: int, inputs: int) -> int:
     """Parameters of a controller's layers."""
     layer = LAYERS[kind]
     kept = size if layer.memory else 0
-    return sum(layer.gates * size * (inputs + kept + 1) for inputs in [features] + [size] * (layers - 1))
+    return sum(layer.gates * size * (width + kept + 1) for width in [inputs] + [size] * (layers - 1))

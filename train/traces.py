@@ -154,8 +154,8 @@ class Sequences:
     agrees: Bool[np.ndarray, "R S"]
     position: Float[np.ndarray, "R"]
     """Offset in the block / (T - 1)."""
-    around: Float[np.ndarray, "R S N"]
-    """`dflax.models.controller.neighbourhood`; N is 0 where a slot is judged by itself."""
+    around: Float[np.ndarray, "R S around"]
+    """`dflax.models.controller.neighbourhood`: nothing where a slot is judged by itself."""
 
     def __len__(self) -> int:
         return len(self.position)

@@ -159,12 +159,7 @@ class ControllerConfig:
     @property
     def inputs(self) -> int:
         """Numbers that the network reads of a slot and its neighbours in one step."""
-        return len(self.features) + self.around
-
-    @property
-    def around(self) -> int:
-        """Of these, what is around the slot."""
-        return 4 * self.neighbours + 1 if self.neighbours else 0
+        return len(self.features) + (4 * self.neighbours + 1 if self.neighbours else 0)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from dflax import cli
+from dflax import cli, configs
 from dflax.config import CONTROLLER_FEATURES, ControllerConfig, FilterConfig
 from dflax.errors import DflaxError
 from dflax.infer.extrapolation import ConfidenceExtrapolation
@@ -143,9 +143,11 @@ def test_impossible_settings(config, tmp_path, capsys):
 
 # --- variants
 
+POLICIES = ("threshold", "factor", "frechet", "learn2pd", "credit")
+
 
 def test_every_table_names_runs_that_exist():
-    known = {"plain", "threshold", "threshold+ce", "learn2pd", "learn2pd+ce", "credit", "credit+ce"}
+    known = {"plain"} | {name + look for name in POLICIES for look in ("", "+ce")}
     known |= {name + look for name in VARIANTS for look in ("", "+ce")}
     named = {family for _, _, rows in TABLES for _, family, _ in rows}
     assert named <= known
@@ -161,7 +163,9 @@ def test_variants_change_one_thing():
     assert asked["traces-mixed"] == dataclasses.replace(base, rule="mixed", out="out")
     assert asked["straight-through"].objective.straight_through
     assert asked["own-rounds"].own_rounds == 2
-    assert (asked["ours"].own_rounds, asked["ours"].neighbours, asked["ours"].objective.wrong_weight) == (2, 4, 9)
+    shipped = configs.build(ControllerRecipe, configs.load("arith-llada-controller"), "preset")
+    for name in ("own_rounds", "neighbours", "slots", "objective"):
+        assert getattr(asked["ours"], name) == getattr(shipped, name)
     distinct = [name for name, variant in VARIANTS.items() if variant.share == 1]
     assert len({str(asked[name]) for name in distinct}) == len(distinct)
 
@@ -184,8 +188,6 @@ def test_policies_stand_alone_and_behind_the_look_ahead(config, monkeypatch):
     ce = ConfidenceExtrapolation(z=1.5)
     found = controller_ablations._policies(config, config.controller, {}, ce)
     assert [(method.label, method.ahead) for method in found] == [
-        (name + look, ahead)
-        for name in ("threshold", "learn2pd", "credit")
-        for look, ahead in (("", None), ("+ce", ce))
+        (name + look, ahead) for name in POLICIES for look, ahead in (("", None), ("+ce", ce))
     ]
-    assert found[0].policy.threshold == found[4].policy.threshold == 0.9  # pyright: ignore
+    assert found[0].policy.threshold == found[-1].policy.threshold == 0.9  # pyright: ignore

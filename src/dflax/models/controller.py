@@ -1,7 +1,8 @@
 """The two learned judges of a denoising step: TSPD's recurrent controller and Learn2PD's filter.
 
 The controller (arXiv 2605.30753, 3.2 and A.3) is shared by all positions and keeps a memory for each: it reads how a position's
-confidence has gone so far. The filter (arXiv 2509.25188) sees one step of a whole block and mixes its positions.
+confidence has gone so far; ours beside the paper's, it may read the neighbours' too. The filter (arXiv 2509.25188) sees one step of a
+whole block and mixes its positions.
 """
 
 import math
@@ -63,9 +64,9 @@ def neighbourhood(
     masked: Bool[Array, "*rows T"],
     coverage: Float[Array, "*rows T"],
     live: Bool[Array, "*rows T"] | None = None,
-) -> Float[Array, "*rows T N"]:
+) -> Float[Array, "*rows T around"]:
     """What is around every slot of a block: the coverage to its left, then confidence, then entropy, of the `count` slots to its left
-    (nearest first) and of those to its right.
+    (nearest first) and of those to its right: 4 count + 1 numbers, none where count is 0.
 
     What is written counts as certain, in front of the block too (1, 0); what lies behind the block or the canvas as unknown (0, 1).
 
@@ -185,25 +186,26 @@ class Controller(nnx.Module):
         self.config = config
 
     @property
-    def read(self) -> list[int]:
-        """Columns that it reads, of the six features and its neighbourhood side by side."""
+    def columns(self) -> list[int]:
+        """What it reads of the six features and the neighbourhood side by side: some of the one, all of the other."""
         own = [CONTROLLER_FEATURES.index(name) for name in self.config.features]
-        return own + [len(CONTROLLER_FEATURES) + i for i in range(self.config.around)]
+        around = self.config.inputs - len(own)
+        return own + [len(CONTROLLER_FEATURES) + i for i in range(around)]
 
     def empty_memory(self, shape: tuple[int, ...]) -> Float[Array, "*slots L M"]:
         """Of positions that have not been looked at."""
         return jnp.zeros((*shape, *memory_shape(self.config)), jnp.float32)
 
-    def standardise(self, features: Float[Array, "*slots A"]) -> Float[Array, "*slots F"]:
+    def standardise(self, features: Float[Array, "*slots all"]) -> Float[Array, "*slots F"]:
         """What this controller reads of the six features, and all of the neighbourhood behind them, with mean 0 and deviation 1 on its
         training traces.
 
         An uncertainty of 0 means that no look-ahead runs: it counts as the mean. (The paper feeds 0; to a network trained with the
         look-ahead that would say "certain". Channel dropout has taught it what the mean says: nothing.)
         """
-        x = features[..., jnp.array(self.read)]
+        x = features[..., jnp.array(self.columns)]
         scaled = (x - self.scale.mean[...]) / self.scale.std[...]
-        absent = (x == 0) & (jnp.array(self.read) == CONTROLLER_FEATURES.index("uncertainty"))
+        absent = (x == 0) & (jnp.array(self.columns) == CONTROLLER_FEATURES.index("uncertainty"))
         return jnp.where(absent, 0.0, scaled)
 
     def __call__(
