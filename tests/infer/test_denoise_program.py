@@ -6,12 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import dflax
 from dflax import policies
+from dflax.config import ControllerConfig, FilterConfig
 from dflax.errors import DflaxError
 from dflax.infer.denoise import program
 from dflax.infer.diffuse import prepare
+from dflax.models.controller import build
 from tests.infer.tiny import pair
 from tests.infer.tiny_diffusion import MASK, diffusion_model
 
@@ -40,6 +43,21 @@ def test_a_second_call_compiles_nothing():
     assert ask(model, [[1] * 17, [2] * 3, [0]], **second) == 0
     assert ask(other, PROMPTS, **second) == 0
     assert ask(model, PROMPTS, **first | {"policy": policies.Frechet()}) > 0  # another policy: the count does count
+
+
+@pytest.mark.parametrize(("kind", "config"), [(policies.TSPD, ControllerConfig), (policies.Learn2PD, FilterConfig)])
+def test_another_controller_compiles_nothing(kind, config):
+    """Other weights, another gate, other constants of the look-ahead."""
+    model = diffusion_model()
+
+    def ask(seed, gate, **constants):
+        policy = kind.of(build(config(block_length=4), nnx.Rngs(seed)), gate)
+        ahead = dflax.ConfidenceExtrapolation(**constants)
+        return dflax.denoise(model, PROMPTS, 12, 4, policy=policy, cache="dual", extrapolation=ahead).stats.compiled
+
+    assert ask(0, 0.5) > 0
+    others = {"coverage": 0.3, "z": 1.0, "min_confidence": 0.7, "level_noise": 0.1, "observation_noise": 0.5}
+    assert ask(1, 0.9, min_observations=2, **others) == 0
 
 
 def test_no_implicit_transfer_in_a_whole_call():
@@ -115,6 +133,7 @@ def test_passes_per_call_are_counted():
         ({"temperature": -1}, "temperature is -1"),
         ({"prompts": [[1], [], [2]]}, "prompt 1: the prompt is empty"),
         ({"prompts": [[1, MASK]]}, "prompt 0 holds the mask token 6"),
+        ({"prompts": [[1], [MASK, MASK]]}, "prompt 1 holds the mask token 6"),
         ({"prompts": [[7]]}, "token id 7"),
         ({"prompts": [[1] * 1020]}, "the model has 1024 positions"),
     ],
