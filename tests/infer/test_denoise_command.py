@@ -3,11 +3,14 @@
 import json
 
 import pytest
+from flax import nnx
 
-from dflax import policies
+from dflax import controllers, policies
 from dflax.cli import main
+from dflax.config import ControllerConfig, FilterConfig
 from dflax.errors import DflaxError
 from dflax.infer.policy_names import build_policy
+from dflax.models.controller import build
 from tests.golden import load_case
 
 CASE = load_case("llada")
@@ -31,10 +34,26 @@ def test_a_file_is_answered_in_json_lines(prompts, capsys):
     assert [line["nfe"] for line in lines] == [16, 16]
 
 
+@pytest.fixture
+def refused(capsys):
+    """Runs a command that must fail, and returns its one line."""
+
+    def run(*arguments):
+        assert main(["denoise", *map(str, arguments)]) == 2
+        printed = capsys.readouterr()
+        assert printed.out == ""
+        assert printed.err.count("\n") == 1
+        return printed.err
+
+    return run
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["--gen-length", "30"], "gen_length 30 is no multiple of block_length 8"),
+        (["--steps", "18"], "steps 18 is no multiple of the 4 blocks"),
+        (["--steps", "0"], "steps is 0"),
         (["--policy", "schedule", "--value", "3"], "policy schedule has no number to tune"),
         (["--policy", "tspd"], "policy tspd needs --controller"),
         (["--policy", "threshold", "--controller", "x"], "policy threshold is not learned"),
@@ -43,12 +62,36 @@ def test_a_file_is_answered_in_json_lines(prompts, capsys):
         (["--batch-size", "0"], "batch-size is 0"),
     ],
 )
-def test_what_is_refused(prompts, capsys, arguments, words):
-    assert main(["denoise", MODEL, "--file", prompts, *ASK, *arguments]) == 2
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert words in printed.err
-    assert printed.err.count("\n") == 1
+def test_what_is_refused(prompts, refused, arguments, words):
+    assert words in refused(MODEL, "--file", prompts, *ASK, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ([[1], []], "prompt 1: the prompt is empty"),
+        ([[126, 126]], "prompt 0 holds the mask token 126"),
+        ([[1], [1, 126]], "prompt 1 holds the mask token 126"),
+        ([], "there is no prompt"),
+    ],
+)
+def test_prompts_that_are_refused(tmp_path, refused, rows, words):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt_tokens": ids}) + "\n" for ids in rows))
+    assert words in refused(MODEL, "--file", path, *ASK)
+
+
+def test_a_mask_token_that_nobody_knows_is_refused(prompts, refused):
+    assert "has no mask_token_id" in refused(load_case("llada_moe").folder / "model", "--file", prompts, *ASK)
+
+
+@pytest.mark.parametrize(
+    ("policy", "config"), [("tspd", ControllerConfig(block_length=4)), ("learn2pd", FilterConfig(4))]
+)
+def test_a_controller_of_another_block_length_is_refused(tmp_path, prompts, refused, policy, config):
+    controllers.save(tmp_path, build(config, nnx.Rngs(0)))
+    line = refused(MODEL, "--file", prompts, *ASK, "--policy", policy, "--controller", tmp_path)
+    assert "trained for blocks of 4 tokens, but block_length is 8" in line
 
 
 def test_policies_by_name():
