@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 import dflax
 from dflax import policies
-from dflax.config import ControllerConfig
+from dflax.config import ControllerConfig, FilterConfig
 from dflax.infer.canvas import active_block
 from dflax.infer.denoise import View, enter, finish, full_pass, full_step, short_pass
 from dflax.infer.diffuse import prepare
-from dflax.infer.learned import TSPD
+from dflax.infer.learned import TSPD, Learn2PD
 from dflax.models.controller import build
 from tests.infer.tiny_diffusion import MASK, TOKENS, diffusion_model
 
@@ -24,6 +24,17 @@ GEN, BLOCK = 12, 4
 MODELS = {"plain": diffusion_model(), "shifted": diffusion_model(shifted=True)}
 PROMPTS = st.lists(st.lists(st.sampled_from(TOKENS), min_size=1, max_size=18), min_size=3, max_size=3)
 ONE_LENGTH = dflax.Cache("prefix", suffix_lengths=1)
+CACHES = ("none", ONE_LENGTH, "dual")
+PATIENT = {  # policies with a number that nothing reaches
+    "factor": policies.Factor(0.0),
+    "frechet": policies.Frechet(1.0),
+    "tspd": TSPD.of(build(ControllerConfig(block_length=BLOCK), nnx.Rngs(0)), threshold=2.0),
+    "prophet": policies.Prophet(1e9, 1e9, 1e9),
+    "credit": policies.Credit(2.0, weight=0.0),
+    "learn2pd": Learn2PD.of(build(FilterConfig(BLOCK), nnx.Rngs(0)), threshold=2.0),
+    "threshold": policies.Threshold(2.0),
+}
+OF_A_ROW = ("tokens", "commit_step", "length", "nfe")
 slow = lambda *values: pytest.param(*values, marks=pytest.mark.slow)
 few = settings(max_examples=6, deadline=None, derandomize=True)
 
@@ -35,20 +46,25 @@ def answer(kind, prompts, policy, cache="none", **settings):
 
 
 @pytest.mark.parametrize(
-    ("kind", "cache"),
+    ("kind", "cache", "policy"),
     [
-        ("plain", "none"), ("plain", "dual"), ("shifted", "dual"), slow("plain", ONE_LENGTH), slow("shifted", ONE_LENGTH),
-        slow("shifted", "none"),
+        ("plain", "dual", "threshold"), ("shifted", "dual", "threshold"), slow("shifted", ONE_LENGTH, "threshold"),
+        slow("shifted", "none", "threshold"), slow("plain", ONE_LENGTH, "threshold"), ("plain", "none", "threshold"),
+        # every day each of the others with one cache
+        *(
+            ("plain", cache, policy) if i % 3 == j else slow("plain", cache, policy)
+            for i, policy in enumerate(PATIENT) if policy != "threshold" for j, cache in enumerate(CACHES)
+        ),
     ],
 )  # fmt: skip
 @few
 @given(prompts=PROMPTS, temperature=st.sampled_from([0.0, 0.7]))
-def test_a_policy_that_never_commits_early_is_plain_decoding(kind, cache, prompts, temperature):
+def test_a_policy_that_never_commits_early_is_plain_decoding(kind, cache, policy, prompts, temperature):
     temperatures = [temperature, 0.7, 0.0]
     plain = answer(kind, prompts, policies.Schedule(), cache, temperature=temperatures)
     assert plain.nfe == [GEN] * 3
-    slow = answer(kind, prompts, policies.Threshold(2.0), cache, temperature=temperatures)
-    assert (slow.tokens, slow.commit_steps) == (plain.tokens, plain.commit_steps)
+    patient = answer(kind, prompts, PATIENT[policy], cache, temperature=temperatures)
+    assert (patient.tokens, patient.commit_steps, patient.nfe) == (plain.tokens, plain.commit_steps, plain.nfe)
 
 
 @pytest.mark.parametrize("cache", ["none", dflax.Cache("dual", refresh_every=1)])
@@ -149,12 +165,27 @@ def test_a_predicted_end_in_order_is_not_hidden_by_a_surer_one_far_behind():
     assert cut(predicted.at[0, 2].set(0.5)).length.tolist() == [2 + GEN]  # neither: one is unsure, one is not next
 
 
-def test_alone_as_in_a_batch():
-    prompts = [[1, 2, 3, 4, 5, 0, 1], [4], [3, 3, 0, 5]]
-    batch = answer("shifted", prompts, policies.Threshold(0.5), "dual")
-    for prompt, tokens, nfe in zip(prompts, batch.tokens, batch.nfe, strict=True):
-        alone = answer("shifted", [prompt], policies.Threshold(0.5), "dual")
-        assert (alone.tokens, alone.nfe) == ([tokens], [nfe])
+@pytest.mark.parametrize(("kind", "cache"), [("shifted", "dual"), slow("plain", ONE_LENGTH), slow("plain", "none")])
+@few
+@given(prompts=PROMPTS, ends=st.lists(st.sampled_from(TOKENS), min_size=3, max_size=3))
+def test_alone_as_in_a_batch(kind, cache, prompts, ends):
+    """Every row with an end token of its own (the loop takes them by row, `denoise` gives all the same), and its number for the noise."""
+
+    def ask(*rows):
+        session = prepare(
+            MODELS[kind], [prompts[row] for row in rows], GEN, BLOCK, policy=policies.Threshold(0.5), cache=cache,
+            end_of_text=dflax.EndOfText((0,)), temperature=0.7, index=rows,
+        )  # fmt: skip
+        params = session.request.params
+        params = replace(params, stop_ids=params.stop_ids.at[:, 0].set(jnp.array([ends[row] for row in rows])))
+        session.request = replace(session.request, params=params)
+        return session.advance()
+
+    batch = ask(0, 1, 2)
+    for row in range(3):
+        alone = ask(row)
+        for name in OF_A_ROW:
+            np.testing.assert_array_equal(getattr(alone, name)[0], getattr(batch, name)[row], name)
 
 
 def test_counting_empty_passes_changes_no_token():
@@ -182,27 +213,74 @@ def test_an_unguided_row_among_guided_ones_is_as_it_is_alone():
         slow("shifted", "dual", 0.0), slow("plain", "prefix", 0.0),
     ],
 )  # fmt: skip
-def test_a_short_pass_just_after_the_full_one_equals_it(kind, cache, guidance):
-    """On an unchanged canvas, at the active blocks of rows of different lengths, one of them truncated; a masked slot shows a draft."""
+@few
+@given(
+    prompts=PROMPTS,
+    steps=st.integers(0, GEN - 1),
+    left=st.lists(st.integers(1, GEN), min_size=3, max_size=3),
+    draft=st.sampled_from([-1, *TOKENS]),
+)
+def test_a_short_pass_just_after_the_full_one_equals_it(kind, cache, guidance, prompts, steps, left, draft):
+    """On an unchanged canvas, at the active blocks; of each row at most `left` columns are left, and a masked slot shows a draft."""
     model = MODELS[kind]
-    prompts = [[1, 2, 3, 4, 5, 0, 1], [4], [3, 3, 0, 5]]
     session = prepare(model, prompts, GEN, BLOCK, cache=cache, cfg_scale=guidance)
+    plan, request = session.plan, session.request
     step = jax.jit(full_step, static_argnums=2)
     state = session.state
-    for _ in range(BLOCK + 2):
-        state = step(model.module, state, session.plan, session.request)
-    state = replace(state, length=state.length.at[0].add(-BLOCK - 1))
-    first = active_block(state, BLOCK, MASK).column[:, 0]
-    drafted = jnp.argmax(active_block(state, BLOCK, MASK).masked, axis=1)
-    state = replace(state, shown=jnp.full_like(state.tokens, -1).at[jnp.arange(3), first + drafted].set(3))
-    view, kept = jax.jit(full_pass, static_argnums=2)(model.module, state, session.plan, session.request)
-    state = replace(state, cache=kept, cached_length=state.length)
-    short = jax.jit(short_pass, static_argnums=2)(model.module, state, session.plan, session.request)
+    for _ in range(steps):
+        state = step(model.module, state, plan, request)
+    state = jax.jit(enter, static_argnums=(1, 3))(state, plan, request, MASK)
     block = active_block(state, BLOCK, MASK)
-    assert block.masked.any(axis=1).all()
-    live = np.asarray(block.live)
-    assert live.sum(axis=1).tolist() == [BLOCK - 1, BLOCK, BLOCK]
+    first, drafted = block.column[:, 0], jnp.argmax(block.masked, axis=1)
+    state = replace(
+        state,
+        length=jnp.minimum(state.length, first + jnp.array(left, jnp.int32)),
+        shown=jnp.full_like(state.tokens, -1).at[jnp.arange(3), first + drafted].set(draft),
+    )
+    view, kept = jax.jit(full_pass, static_argnums=2)(model.module, state, plan, request)
+    state = replace(state, cache=kept, cached_length=state.length)
+    short = jax.jit(short_pass, static_argnums=2)(model.module, state, plan, request)
+    live = np.asarray(active_block(state, BLOCK, MASK).live)
+    assert live.sum(axis=1).tolist() == np.minimum(left, BLOCK).tolist()
     np.testing.assert_allclose(np.asarray(short.logits)[live], np.asarray(view.logits)[live], atol=2e-5)
+
+
+@few
+@given(prompts=PROMPTS, cut=st.integers(1, GEN - BLOCK))
+def test_a_stale_suffix_is_seen_until_the_next_full_pass(prompts, cut):
+    """A cut behind the active block changes nothing of a short pass then, and something otherwise."""
+    model = MODELS["plain"]
+    step, short = (jax.jit(function, static_argnums=2) for function in (full_step, short_pass))
+
+    def logits(stale, cut, refreshed=False):
+        session = prepare(model, prompts, GEN, BLOCK, cache=dflax.Cache("dual", stale_suffix=stale))
+        state = step(model.module, session.state, session.plan, session.request)
+        state = replace(state, length=state.length - cut)
+        if refreshed:
+            state = step(model.module, state, session.plan, session.request)
+        return np.asarray(short(model.module, state, session.plan, session.request).logits)
+
+    whole = logits(False, 0)
+    np.testing.assert_array_equal(logits(True, 0), whole)
+    np.testing.assert_array_equal(logits(True, cut), whole)
+    assert np.all(np.abs(logits(False, cut) - whole).max(axis=(1, 2)) > 1e-4)
+    np.testing.assert_array_equal(logits(True, cut, refreshed=True), logits(False, cut, refreshed=True))
+
+
+@pytest.mark.parametrize("cache", ["dual", slow("none"), slow(ONE_LENGTH)])
+@few
+@given(prompts=PROMPTS, end=st.sampled_from(TOKENS), passes=st.integers(1, 3))
+def test_a_finished_row_never_changes_again(cache, prompts, end, passes):
+    """Nor is anything counted of it, while its neighbours go on."""
+    options = {"policy": policies.Threshold(0.4), "cache": cache, "end_of_text": dflax.EndOfText((end,))}
+    session = prepare(MODELS["plain"], prompts, GEN, BLOCK, **options)
+    before = session.advance(passes)
+    while not before.done.all():
+        after = session.advance(passes)
+        assert after.done[before.done].all()
+        for name in OF_A_ROW:
+            np.testing.assert_array_equal(getattr(after, name)[before.done], getattr(before, name)[before.done], name)
+        before = after
 
 
 @pytest.mark.parametrize("cache", ["dual", slow("none"), slow(ONE_LENGTH)])
@@ -265,3 +343,18 @@ def test_rules_that_draw_write_everything(rule):
         out.nfe, out.commit_steps, strict=True
     ):  # by chance a block may be complete before its last step
         assert nfe == max(steps) + 1 <= GEN
+
+
+@pytest.mark.parametrize("switch", [{"scope": "answer"}, {"signal": "margin"}])
+def test_either_switch_of_the_look_ahead_makes_it_bolder(switch):
+    """Complete blocks count as coverage; the gap to the second logit is at least the logit of the probability."""
+    prompts = [[token] * n for token in TOKENS for n in (1, 2, 5)]
+    usual = dflax.ConfidenceExtrapolation(  # follows every rise
+        coverage=0.3, z=0.0, min_confidence=0.7, min_observations=1,
+        velocity_noise=1.0, observation_noise=0.05, initial_velocity_variance=1.0,
+    )  # fmt: skip
+    ask = lambda ahead: answer("plain", prompts, policies.Threshold(0.7), extrapolation=ahead)
+    plain, bold = ask(usual), ask(replace(usual, **switch))
+    assert sum(bold.nfe) < sum(plain.nfe)
+    if "scope" in switch:  # nothing is complete before the first block
+        assert [steps[:BLOCK] for steps in bold.commit_steps] == [steps[:BLOCK] for steps in plain.commit_steps]
