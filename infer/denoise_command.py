@@ -19,7 +19,7 @@ from dflax.infer.diffuse import DenoiseOutput, DenoisePiece, denoise, end_tokens
 from dflax.infer.endings import EndOfText, text_length
 from dflax.infer.generate_command import THINKING
 from dflax.infer.policy_names import PolicyName, build_policy
-from dflax.infer.prompts import read
+from dflax.infer.prompts import asked
 from dflax.model import Model
 
 MASK = "▁"
@@ -88,10 +88,7 @@ def run(config: DenoiseConfig) -> None:
     """Prints the answers."""
     if config.batch_size < 1:
         raise DflaxError(f"batch-size is {config.batch_size}; it must be at least 1")
-    given = [] if config.file is None else [prompt for _, _, prompt in read(config.file)]
-    prompts: list[Any] = [*config.prompts, *given]
-    if not prompts:
-        raise DflaxError("there is no prompt; give some after the model, or --file")
+    prompts = asked(config.prompts, config.file)
     settings = _settings(config)
     model = dflax.load(config.model, dtype=config.dtype, mask_token_id=config.mask_token_id)
     if not config.raw and getattr(model.tokenizer, "chat_template", None):

@@ -17,7 +17,7 @@ from dflax.infer.denoise import DenoisePlan, DenoiseRequest, program
 from dflax.infer.endings import EndOfText, text_length
 from dflax.infer.extrapolation import ConfidenceExtrapolation
 from dflax.infer.fit import check_diffusion
-from dflax.infer.policies import Policy, Schedule
+from dflax.infer.policies import Policy, Schedule, with_floats
 from dflax.infer.sampling import SamplingParams
 from dflax.model import Model
 
@@ -242,6 +242,8 @@ def prepare(
             if not isinstance(value, kind):
                 raise DflaxError(f"{name} is {value!r}; it must be a {kind.__name__} ({where})")
             value.check()
+    policy = with_floats(policy)
+    extrapolation = None if extrapolation is None else with_floats(extrapolation)
 
     if not policy.reads_confidence and (extrapolation is not None or (end_of_text is not None and end_of_text.delay)):
         what = "a look-ahead" if extrapolation is not None else "EndOfText(delay=True)"

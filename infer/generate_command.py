@@ -11,7 +11,7 @@ from tyro.conf import Positional
 
 from dflax.errors import DflaxError
 from dflax.infer.generate import Output, generate, speculate
-from dflax.infer.prompts import read
+from dflax.infer.prompts import asked
 from dflax.infer.report import mean_acceptance_length
 from dflax.infer.streaming import stream
 from dflax.model import Model, load
@@ -72,12 +72,7 @@ def run(config: GenerateConfig) -> None:
     for name in DRAFTING:
         if config.drafter is None and getattr(config, name) != getattr(GenerateConfig, name):
             raise DflaxError(f"--{name.replace('_', '-')} is for blocks that a drafter proposes; give --drafter too")
-    given = [] if config.file is None else [prompt for _, _, prompt in read(config.file)]
-    prompts: list[Any] = [*config.prompts, *given]
-    if not prompts:
-        raise DflaxError("there is no prompt; give some after the model, or --file")
-    if any(isinstance(prompt, str) and not prompt.strip() for prompt in prompts):
-        raise DflaxError("a prompt is empty; a model needs at least one token to continue")
+    prompts = asked(config.prompts, config.file)
     target = load(config.model, dtype=config.dtype)
     drafter = None if config.drafter is None else load(config.drafter, dtype=config.dtype)
     if not config.raw and getattr(target.tokenizer, "chat_template", None):

@@ -20,14 +20,16 @@ comes from `key` [B, T]: one key per slot, made of seed, prompt number, position
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, TypeVar, get_args
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32, Key
 
 from dflax.errors import DflaxError
+
+T = TypeVar("T")
 
 
 @jax.tree_util.register_dataclass
@@ -392,6 +394,12 @@ def _uniform(key: Key[Array, "B T"]) -> Float[Array, "B T"]:
     """In (0, 1), one per key."""
     draw = lambda k: jax.random.uniform(k, (), jnp.float32, minval=1e-12)
     return jax.vmap(draw)(key.reshape(-1)).reshape(key.shape)
+
+
+def with_floats(value: T) -> T:
+    """A dataclass whose whole numbers are floats where floats are usual: an int has another dtype and would compile another program."""
+    own = [f.name for f in fields(value) if isinstance(f.default, float) and isinstance(getattr(value, f.name), int)]
+    return replace(value, **{name: float(getattr(value, name)) for name in own})
 
 
 def check_number(name: str, value: Any, top: float = float("inf")) -> None:

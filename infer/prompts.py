@@ -1,7 +1,7 @@
 """The prompt sets that speculative decoding is measured on, by name, and prompts of the user's own."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -157,6 +157,19 @@ def read(path: Path) -> Iterator[tuple[str, str, Any]]:
             yield located.where, name, row["prompt_tokens"]
         else:
             yield located.where, name, data.conversation(located).prompt
+
+
+def asked(given: Sequence[str], path: Path | None) -> list[Any]:
+    """The prompts of a command line and then those of its --file, as they are there; DflaxError if there is none or an empty one.
+
+    (A tokenizer may make a begin token of an empty text, which a model would go on from.)
+    """
+    prompts = [*given, *(() if path is None else (prompt for _, _, prompt in read(path)))]
+    if not prompts:
+        raise DflaxError("there is no prompt; give some after the model, or --file")
+    if any(isinstance(prompt, str) and not prompt.strip() for prompt in prompts):
+        raise DflaxError("a prompt is empty; a model needs at least one token to continue")
+    return prompts
 
 
 def tokenize(

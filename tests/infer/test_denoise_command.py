@@ -81,6 +81,13 @@ def test_prompts_that_are_refused(tmp_path, refused, rows, words):
     assert words in refused(MODEL, "--file", path, *ASK)
 
 
+@pytest.mark.parametrize("command", ["denoise", "generate"])
+def test_an_empty_text_is_refused(command, capsys):
+    """Though the tokenizer would make a begin token of it."""
+    assert main([command, "arith-llada", " "]) == 2
+    assert capsys.readouterr().err == "dflax: a prompt is empty; a model needs at least one token to continue\n"
+
+
 def test_a_mask_token_that_nobody_knows_is_refused(prompts, refused):
     assert "has no mask_token_id" in refused(load_case("llada_moe").folder / "model", "--file", prompts, *ASK)
 

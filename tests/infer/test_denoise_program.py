@@ -56,7 +56,7 @@ def test_another_controller_compiles_nothing(kind, config):
         return dflax.denoise(model, PROMPTS, 12, 4, policy=policy, cache="dual", extrapolation=ahead).stats.compiled
 
     assert ask(0, 0.5) > 0
-    others = {"coverage": 0.3, "z": 1.0, "min_confidence": 0.7, "level_noise": 0.1, "observation_noise": 0.5}
+    others = {"coverage": 0.3, "z": 1, "min_confidence": 0.7, "level_noise": 0.1, "observation_noise": 0.5}
     assert ask(1, 0.9, min_observations=2, **others) == 0
 
 

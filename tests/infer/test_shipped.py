@@ -26,13 +26,13 @@ def test_the_pair():
 
 @pytest.mark.parametrize("cache", ["none", "dual"])
 def test_the_diffusion_model(cache):
-    """Its controller and filter answer faster and err more often, as its card says."""
+    """Its controller answers as rightly as plain decoding in an eighth of the passes, its filter errs more often, as its card says."""
     model = dflax.load("arith-llada")
     options = {"gen_length": 64, "block_length": 32, "cache": cache}
     look_ahead = controllers.load_extrapolation("arith-llada")
     ways = {"plain": {}, "tspd": {"policy": policies.TSPD.load("arith-llada"), "extrapolation": look_ahead}}
     ways["learn2pd"] = {"policy": policies.Learn2PD.load("arith-llada")}
-    least, most = {"plain": 14, "tspd": 12, "learn2pd": 11}, {"plain": 64, "tspd": 16, "learn2pd": 10}
+    least, most = {"plain": 14, "tspd": 14, "learn2pd": 11}, {"plain": 64, "tspd": 8, "learn2pd": 10}
     for name, way in ways.items():
         if (name, cache) == ("plain", "dual"):
             continue
