@@ -398,8 +398,9 @@ def _uniform(key: Key[Array, "B T"]) -> Float[Array, "B T"]:
 
 def with_floats(value: T) -> T:
     """A dataclass whose whole numbers are floats where floats are usual: an int has another dtype and would compile another program."""
-    own = [f.name for f in fields(value) if isinstance(f.default, float) and isinstance(getattr(value, f.name), int)]
-    return replace(value, **{name: float(getattr(value, name)) for name in own})
+    record: Any = value
+    own = [f.name for f in fields(record) if isinstance(f.default, float) and isinstance(getattr(value, f.name), int)]
+    return replace(record, **{name: float(getattr(value, name)) for name in own})
 
 
 def check_number(name: str, value: Any, top: float = float("inf")) -> None:
