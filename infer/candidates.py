@@ -64,6 +64,16 @@ def probability(logits: Float[Array, "... V"], token: Int[Array, "..."]) -> Floa
     return jnp.exp(at - jax.nn.logsumexp(logits, axis=-1))
 
 
+def margin(logits: Float[Array, "... V"], token: Int[Array, "..."]) -> Float[Array, "..."]:
+    """How far a token's logit is ahead of the best of all others, float32: of the most probable one the gap of the top two.
+
+    The mask token counts among the others: where it is ahead, its gap is no sureness of the token that would be written.
+    """
+    at = jnp.take_along_axis(logits, token[..., None], axis=-1)[..., 0]
+    own = jnp.arange(logits.shape[-1], dtype=token.dtype) == token[..., None]
+    return at - jnp.max(jnp.where(own, -jnp.inf, logits), axis=-1)
+
+
 def without(logits: Float[Array, "B T V"], ids: Int[Array, "B n"]) -> Float[Array, "B T V"]:
     """Logits with these tokens of each row (-1: none) at -inf."""
     return jnp.where(among(ids, logits.shape[-1])[:, None], -jnp.inf, logits)

@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from dflax.cache import KVCache
 from dflax.config import ModelConfig
-from dflax.infer.candidates import candidates, probability, without
+from dflax.infer.candidates import candidates, margin, probability, without
 from dflax.infer.canvas import ActiveBlock, Cache, CanvasState, active_block, first_column, masked_columns, visible
 from dflax.infer.endings import stop_length
 from dflax.infer.extrapolation import ConfidenceExtrapolation, left_coverage
@@ -314,11 +314,8 @@ def _look_ahead(
     plan: DenoisePlan,
 ) -> tuple[Any, Array, Array]:
     before = jnp.maximum(state.block, 0) * plan.block_length if ahead.scope == "answer" else None
-    margin = None
-    if ahead.signal == "margin":
-        top = jax.lax.top_k(seen.logits, 2)[0]
-        margin = top[..., 0] - top[..., 1]
-    return ahead.observe(state.trend, raw, seen.token, block.masked, left_coverage(fixed, before), margin)
+    lead = margin(seen.logits, seen.token) if ahead.signal == "margin" else None
+    return ahead.observe(state.trend, raw, seen.token, block.masked, left_coverage(fixed, before), lead)
 
 
 def full_step(model: Decoder, state: CanvasState, plan: DenoisePlan, request: DenoiseRequest) -> CanvasState:

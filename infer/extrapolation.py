@@ -90,7 +90,7 @@ class ConfidenceExtrapolation:
     reset_on_change: bool = field(default=True, metadata={"static": True})
     """A new top-1 token starts a new series. Ours: the confidence of another candidate is not the same series."""
     signal: Literal["confidence", "margin"] = field(default="confidence", metadata={"static": True})
-    """What is filtered: the logit of the confidence (section 3.3), or the top-1 minus top-2 logit (A.7)."""
+    """What is filtered: the logit of the confidence (section 3.3), or the top-1 minus top-2 logit (A.7): `candidates.margin`."""
     scope: Literal["block", "answer"] = field(default="block", metadata={"static": True})
     """Coverage counts positions of the block only (ours: earlier blocks are complete, so the answer's coverage says little), or of
     the whole answer before the position."""
@@ -152,7 +152,7 @@ class ConfidenceExtrapolation:
           token: int32, that token.
           masked: which positions are observed; the others' series stand still.
           coverage: float32, share of fixed positions to the left (`left_coverage`).
-          margin: float32, top-1 minus top-2 logit; read with signal="margin" only.
+          margin: float32, the token's logit minus the best other; read with signal="margin" only.
 
         Returns:
           The new state; the confidence, raised where a look-ahead is safe; and the standard deviation of the forecast level at the

@@ -28,6 +28,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32, Key
 
 from dflax.errors import DflaxError
+from dflax.infer.candidates import margin
 
 T = TypeVar("T")
 
@@ -362,9 +363,9 @@ class Credit(Policy):
 class Prophet(Policy):
     """The schedule, until the model is sure of all: then the whole block at once (Prophet).
 
-    Sure is a mean gap between the two best logits of the masked slots above a bound that falls as the run goes on: `early` in its
-    first third, `middle` in its second, `late` after. The published code watches the answer's place in the text, which the caller must
-    know; here the block is watched, so block_length = gen_length watches everything.
+    Sure is a mean gap between the logits of the masked slots' candidates and of the next best, above a bound that falls as the run goes
+    on: `early` in its first third, `middle` in its second, `late` after. The published code watches the answer's place in the text, which
+    the caller must know; here the block is watched, so block_length = gen_length watches everything.
     """
 
     early: Any = 7.5
@@ -372,9 +373,8 @@ class Prophet(Policy):
     late: Any = 2.5
 
     def step(self, state: Any, seen: Observation, key: Key[Array, "B T"]) -> tuple[Any, Array, Array]:
-        top = jax.lax.top_k(seen.logits, 2)[0]
         left = jnp.sum(seen.masked, axis=1)
-        gap = jnp.sum(jnp.where(seen.masked, top[..., 0] - top[..., 1], 0.0), axis=1) / jnp.maximum(left, 1)
+        gap = jnp.sum(jnp.where(seen.masked, margin(seen.logits, seen.token), 0.0), axis=1) / jnp.maximum(left, 1)
         bound = jnp.where(seen.progress < 0.33, self.early, jnp.where(seen.progress < 0.67, self.middle, self.late))
         n = jnp.where(gap >= bound, left, seen.quota).astype(jnp.int32)
         return state, seen.token, _best_n(seen, n)

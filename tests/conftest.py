@@ -9,7 +9,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a test never waits for a network
 # Tests compile more than they compute.
 FLAGS = ["--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true"]
-# The older emitters of XLA compile in a third less time; later versions than 0.10 have neither them nor the flag.
+# The older emitters of XLA compile in a third less time; jaxlib 0.12 refuses the flag as unknown.
 if version("jaxlib").startswith("0.10."):
     FLAGS.append("--xla_cpu_use_fusion_emitters=false")
 os.environ.setdefault("XLA_FLAGS", " ".join(FLAGS))

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int32, Key
 
+from dflax.infer.candidates import margin
 from dflax.infer.diffuse import prepare
 from dflax.infer.extrapolation import ConfidenceExtrapolation
 from dflax.infer.policies import Observation, Policy, Schedule
@@ -124,8 +125,8 @@ class Recorder(Policy):
 
     def step(self, state: Recording, seen: Observation, key: Key[Array, "B T"]) -> tuple[Recording, Array, Array]:
         inner, token, commit = self.rule.step(state.inner, seen, key)
-        top = jax.lax.top_k(seen.logits, 2)[0]
-        shown = Record(seen.raw, normalised_entropy(seen.logits), top[..., 0] - top[..., 1], seen.token, seen.masked)
+        lead = margin(seen.logits, seen.token)
+        shown = Record(seen.raw, normalised_entropy(seen.logits), lead, seen.token, seen.masked)
         row = jnp.arange(seen.raw.shape[0], dtype=jnp.int32)
         block = jnp.where(jnp.any(seen.masked, axis=1), state.block, self.blocks)  # idle rows write nothing
         write = lambda kept, now: kept.at[row, block, seen.step].set(now, mode="drop")

@@ -7,7 +7,7 @@ import pytest
 
 from dflax import policies
 from dflax.errors import DflaxError
-from dflax.infer.candidates import candidates
+from dflax.infer.candidates import candidates, margin
 from dflax.infer.policies import Observation, at_least_one, dream_quota, linear_quota, ranks
 from dflax.infer.sampling import Noise, SamplingParams, keys
 from tests.golden import load_case
@@ -165,6 +165,14 @@ def test_prophet_exits_when_it_is_sure():
     ]  # a gap of 6 is too little in the first third
     seen = observation([[0.9, 0.8]], [[True, True]], logits=logits, progress=jnp.array([0.5]))
     assert committed(policies.Prophet(), seen).tolist() == [[True, True]]
+
+
+def test_a_mask_token_that_is_ahead_makes_nobody_sure():
+    """The candidate is the best of the others (index 0), and 9 logits behind."""
+    logits = jnp.array([[[0.0, -1.0, 9.0], [0.0, -1.0, 9.0]]])
+    assert margin(logits, jnp.zeros((1, 2), jnp.int32)).tolist() == [[-9.0, -9.0]]
+    seen = observation([[0.9, 0.8]], [[True, True]], logits=logits, progress=jnp.array([0.9]))
+    assert committed(policies.Prophet(), seen).tolist() == [[True, False]]
 
 
 def test_draws_by_alg_temp_follow_the_scores():
