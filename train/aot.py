@@ -41,7 +41,9 @@ def drafter_step(recipe: DrafterRecipe, mesh: Mesh) -> jax.stages.Compiled:
     graph = params.abstract(lambda rngs: build(config, rngs))
     soft = recipe.soft_labels if recipe.objective.labels == "soft" else 0
     merge = merger(target)
-    prepare = online(lambda leaves: prepared(merge(leaves)), config.target_layer_ids, soft, ids)
+    prepare = online(
+        lambda leaves: prepared(merge(leaves), scan=recipe.scan_layers), config.target_layer_ids, soft, ids
+    )
     loss, shapes = loss_of(recipe, graph, config.block_size, prepare), params.flatten(graph)
     step = train_step(shapes, loss, recipe.train, TOTAL, mesh, axes_of(shapes))
     weights = abstract.parameters(target, mesh, recipe.dtype)

@@ -41,6 +41,8 @@ class DiffusionRecipe:
     """Dtype of the passes; masters, optimizer and loss stay float32."""
     remat: bool = False
     """Keep only the input of every layer for the gradient and compute the rest again: far less memory, a third more time."""
+    scan_layers: bool = False
+    """Compile one layer and loop: minutes less to compile, for a copy of the weights in every step, in `compute` and cut as they are."""
 
     hidden_size: int = 128
     """This and what follows up to `max_positions`: the shape of a new model."""
@@ -181,7 +183,7 @@ def make_loss(recipe: DiffusionRecipe, graph: Any) -> Any:
 
 def _computing(recipe: DiffusionRecipe, graph: Any, leaves: Any) -> Any:
     """The module as a step reads it."""
-    return prepared(params.fill(graph, leaves), recipe.compute, recipe.remat)
+    return prepared(params.fill(graph, leaves), recipe.compute, recipe.remat, recipe.scan_layers)
 
 
 def exact_match(
@@ -296,6 +298,6 @@ def _first(rows: Batch, count: int) -> Batch:
 
 def identity(recipe: DiffusionRecipe, config: ModelConfig) -> dict[str, Any]:
     """What fixes the result besides the trainer's own settings."""
-    free = {"train", "eval_problems", "bound_rows", "bound_samples", "remat"}
+    free = {"train", "eval_problems", "bound_rows", "bound_samples", "remat", "scan_layers"}
     fields = {k: v for k, v in dataclasses.asdict(recipe).items() if k not in free}
     return {**fields, "config": dataclasses.asdict(config)}

@@ -1,5 +1,5 @@
 """How a training step reads a module: master weights in the dtype of the passes, whole over `fsdp` where a layer uses them and not before,
-and layers whose inside is computed again for the gradient."""
+layers whose inside is computed again for the gradient, and one piece of program for all layers that are alike."""
 
 from typing import Any
 
@@ -9,16 +9,20 @@ from flax import nnx
 from dflax import sharding
 
 
-def prepared(module: Any, compute: str | None = None, remat: bool = False) -> Any:
+def prepared(module: Any, compute: str | None = None, remat: bool = False, scan: bool = False) -> Any:
     """The module, made ready inside a jitted step (it is changed: give one that was just filled).
 
     compute: dtype of the passes; None: that of the weights. remat: keep only what goes into a layer, not what it computes inside.
+    scan: compile one layer for all that are alike (`dflax.models.stack`), over a copy of their weights, cut as they are.
 
-    Casting and gathering happen when a layer reads its weight: with `remat` they happen again too, so that neither copy is kept.
+    Casting and gathering happen when a layer reads its weight: with `remat` they happen again too, so that neither copy is kept. What is
+    stacked is cast before.
     """
-    module.remat = remat
+    module.remat, module.scan = remat, scan
     for path, leaf in nnx.iter_graph(module):
         if isinstance(leaf, nnx.Param):
+            if scan and compute is not None and path[0] == "layers":
+                leaf.set_value(leaf.get_value().astype(jnp.dtype(compute)))
             leaf.set_metadata("on_get_value", _Reading(".".join(map(str, path)), compute))
     return module
 

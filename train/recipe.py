@@ -49,6 +49,9 @@ class DrafterRecipe:
     """Dtype of the drafter's passes; masters, optimizer and loss stay float32."""
     remat: bool = False
     """Keep only the input of every drafter layer for the gradient and compute the rest again: less memory, a third more drafter time."""
+    scan_layers: bool = False
+    """Compile one layer for all that are alike, of target and drafter: minutes less to compile, for a copy of their weights in every step
+    (cut as they are)."""
 
     block_size: int = 16
     """Tokens in a block, the anchor included."""
@@ -154,7 +157,7 @@ def train_drafter(recipe: DrafterRecipe) -> Path:
         rows = data.fingerprint(packed.tokens, packed.loss_mask, packed.ctx_start)
         batches = data.batches(packed, recipe.rows_per_step, seed)
         shared = (target.leaves, frozen)
-        prepare = online(lambda leaves: prepared(target.merge(leaves)), taps, soft, draft_ids)
+        prepare = online(lambda leaves: prepared(target.merge(leaves), scan=recipe.scan_layers), taps, soft, draft_ids)
 
     if recipe.train.eval_every and not held_out:
         raise DflaxError(
@@ -185,7 +188,7 @@ def train_drafter(recipe: DrafterRecipe) -> Path:
 
 def loss_of(recipe: DrafterRecipe, graph: Any, block_size: int, prepare: Any) -> Any:
     """The loss for `trainer.fit`. graph: the drafter's module, or its shapes."""
-    merge = lambda leaves: prepared(params.fill(graph, leaves), recipe.compute, recipe.remat)
+    merge = lambda leaves: prepared(params.fill(graph, leaves), recipe.compute, recipe.remat, recipe.scan_layers)
     return make_loss(merge, block_size, recipe.objective, prepare)
 
 
@@ -294,7 +297,7 @@ def _draft_ids(recipe: DrafterRecipe, target: Model, packed: data.Packed | None)
 
 def _identity(recipe: DrafterRecipe, config: DrafterConfig) -> dict[str, Any]:
     """What fixes the result besides the trainer's own settings."""
-    free = {"train", "eval_prompts", "eval_tokens", "remat"}
+    free = {"train", "eval_prompts", "eval_tokens", "remat", "scan_layers"}
     fields = {k: v for k, v in dataclasses.asdict(recipe).items() if k not in free}
     if recipe.compute == "float32":
         del fields["compute"]  # runs older than the field go on

@@ -15,6 +15,7 @@ from dflax.kernels_pallas.block_attention import NO_WINDOW, block_attention
 from dflax.models.features import FeatureTap
 from dflax.models.layers import MLP, Attention, Embedding, RMSNorm, matmul, rope_table, run_layer
 from dflax.models.moe import MoE
+from dflax.models.stack import pick, walk
 
 
 class DecoderLayer(nnx.Module):
@@ -68,7 +69,7 @@ class Decoder(nnx.Module):
         if not config.tie_word_embeddings:
             self.lm_head = Embedding(config.vocab_size, config.hidden_size, rngs=rngs)
         self.config = config
-        self.remat = False  # a training step's copy says (`dflax.train.passes`)
+        self.remat = self.scan = False  # a training step's copy says (`dflax.train.passes`)
 
     @property
     def head(self) -> Float[Array, "V E"]:
@@ -231,18 +232,31 @@ class Decoder(nnx.Module):
             positions = first[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
         rope = rope_table(config.rope, config.head_dim, positions)
         one = lambda value: None if value is None else value[:, None]  # the op's axis of blocks
-        tap = FeatureTap(taps)
-        for i, layer in enumerate(self.layers):
+        windows = [config.window(i) or NO_WINDOW for i in range(config.num_layers)]
 
-            def attend(q: Array, k: Array, v: Array, i: int = i, cache: KVCache = context or cache) -> Array:
+        def step(
+            layer: DecoderLayer, i: Any, kind: Any, carry: tuple[Array, KVCache]
+        ) -> tuple[tuple[Array, KVCache], None]:
+            x, cache = carry
+            visible = context or cache
+
+            def attend(q: Array, k: Array, v: Array) -> Array:
                 out = block_attention(
-                    q[:, None], cache.k, cache.v, k[:, None], v[:, None], layer=i, ctx_start=one(ctx_start),
+                    q[:, None], visible.k, visible.v, k[:, None], v[:, None], layer=i, ctx_start=one(ctx_start),
                     ctx_len=seen[:, None], q_pos=positions[:, None], mask=mask, blk_len=one(blk_len), hole=one(hole),
-                    window=config.window(i) or NO_WINDOW, scale=config.head_dim**-0.5,
+                    window=pick(windows, i), scale=config.head_dim**-0.5,
                 )  # fmt: skip
                 return out[:, 0]
 
             x, k, v = run_layer(layer, x, rope, attend, self.remat)
-            tap(i, x)
-            cache = keep(cache, i, k, v)
+            return (x, keep(cache, i, k, v)), None
+
+        # A tapped layer is the last of its piece.
+        kinds = [(config.is_moe(i), sum(tap < i for tap in taps)) for i in range(config.num_layers)]
+        tap = FeatureTap(taps)
+        carry = x, cache
+        pieces = walk(self.layers, kinds, step, carry, self.scan)
+        for i, carry, _ in pieces:
+            tap(i, carry[0])
+        x, cache = carry
         return x, tap.features() if taps else None, cache

@@ -20,6 +20,7 @@ from dflax.cache import KVCache
 from dflax.config import DrafterConfig
 from dflax.kernels_pallas.block_attention import NO_WINDOW, block_attention
 from dflax.models.layers import MLP, Attention, Linear, RMSNorm, matmul, rope_table, run_layer
+from dflax.models.stack import pick, walk
 
 
 class DrafterLayer(nnx.Module):
@@ -55,7 +56,7 @@ class Drafter(nnx.Module):
         self.layers = nnx.List([DrafterLayer(config, rngs=rngs) for _ in range(config.num_layers)])
         self.norm = RMSNorm(size, config.rms_norm_eps)
         self.config = config
-        self.remat = False  # a training step's copy says (`dflax.train.passes`)
+        self.remat = self.scan = False  # a training step's copy says (`dflax.train.passes`)
 
     def fuse(self, features: Float[Array, "B T ME"]) -> Float[Array, "B T E"]:
         """Joined target features -> context vectors: project first, then norm."""
@@ -77,7 +78,8 @@ class Drafter(nnx.Module):
         positions = cache.length[:, None] + jnp.arange(fused.shape[1], dtype=jnp.int32)
         rope = rope_table(config.rope, config.head_dim, positions)
         if not config.fused:
-            rows = [layer.self_attn.keys_values(fused, rope) for layer in self.layers]
+            step = lambda layer, i, causal, carry: (carry, layer.self_attn.keys_values(fused, rope))
+            k, v = self._walk(step, None)[1]
         else:
             mask = "causal"
             if ctx_start is not None:
@@ -85,9 +87,8 @@ class Drafter(nnx.Module):
                     :, None
                 ]
             x = self.input_proj(jnp.concatenate([embedded * config.input_embedding_scale, fused], axis=-1))
-            rows = self._run(x[:, None], cache, cache.length[:, None], positions[:, None], None, lambda i: mask)[1]
-            rows = [(k[:, 0], v[:, 0]) for k, v in rows]
-        k, v = (jnp.stack(part) for part in zip(*rows, strict=True))
+            k, v = self._run(x[:, None], cache, cache.length[:, None], positions[:, None], None, mask)[1]
+            k, v = k[:, :, 0], v[:, :, 0]
         return k, v
 
     def block(
@@ -108,7 +109,7 @@ class Drafter(nnx.Module):
         x = embedded * config.input_embedding_scale if config.input_embedding_scale != 1.0 else embedded
         if config.fused:
             x = self.input_proj(jnp.concatenate([x, jnp.broadcast_to(last_fused[:, :, None], x.shape)], axis=-1))
-        x, _ = self._run(x, cache, anchor, positions, ctx_start, lambda i: "causal" if config.is_causal(i) else "full")
+        x, _ = self._run(x, cache, anchor, positions, ctx_start)
         return self.norm(x)
 
     def predictions(self, hidden: Float[Array, "B N K E"]) -> Float[Array, "B N k E"]:
@@ -121,22 +122,33 @@ class Drafter(nnx.Module):
         cap = self.config.final_logit_softcapping
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
-    def _run(self, x, cache, ctx_len, positions, ctx_start, mask_of):
-        """All layers over blocks x [B, N, T, E]; returns the stream and each layer's own keys and values."""
+    def _run(self, x, cache, ctx_len, positions, ctx_start, mask=None):
+        """All layers over blocks x [B, N, T, E]; returns the stream and the layers' own keys and values [L, B, N, T, Hkv, D].
+
+        mask: of the blocks; None: each layer's own kind."""
         config = self.config
         rope = rope_table(config.rope, config.head_dim, positions)
-        rows = []
-        for i, layer in enumerate(self.layers):
+        windows = [config.window(i) or NO_WINDOW for i in range(config.num_layers)]
 
-            def attend(q, k, v, i=i):
+        def step(layer, i, causal, x):
+            within = ("causal" if causal else "full") if mask is None else mask
+
+            def attend(q, k, v):
                 return block_attention(
                     q, cache.k, cache.v, k, v, layer=i, ctx_start=ctx_start, ctx_len=ctx_len, q_pos=positions,
-                    mask=mask_of(i), window=config.window(i) or NO_WINDOW, scale=config.head_dim**-0.5,
+                    mask=within, window=pick(windows, i), scale=config.head_dim**-0.5,
                 )  # fmt: skip
 
             x, k, v = run_layer(layer, x, rope, attend, self.remat)
-            rows.append((k, v))
-        return x, rows
+            return x, (k, v)
+
+        return self._walk(step, x)
+
+    def _walk(self, step, carry):
+        """The carry behind the last layer, and the outs of all."""
+        kinds = [self.config.is_causal(i) for i in range(self.config.num_layers)]
+        pieces = list(walk(self.layers, kinds, step, carry, self.scan))
+        return pieces[-1][1], jax.tree.map(lambda *outs: jnp.concatenate(outs), *(out for *_, out in pieces))
 
 
 def greedy_block(tokens: Int[Array, "B N"], mask_token_id: int, block_size: int) -> Int[Array, "B N K"]:
