@@ -121,9 +121,15 @@ def test_no_gguf_file(complains, tmp_path):
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope type is 'yarn'"),
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0"),
         ({"logit_scale": 2.0}, "keys that dflax does not know and will not ignore: logit_scale"),
-        ({"hidden_size": "48"}, "hidden_size is '48'; it must be a int"),
+        ({"hidden_size": "48"}, "hidden_size is '48'; it must be a whole number above 0"),
         ({"num_hidden_layers": None}, "no 'num_hidden_layers'"),
         ({"num_key_value_heads": 3}, "num_attention_heads 4 is no multiple of num_key_value_heads 3"),
+        ({"layer_types": 5}, "layer_types is 5; it must be a list of names"),
+        ({"model_type": [1]}, "model_type is [1]; dflax supports"),
+        ({"architectures": 5}, "architectures is 5; it must be a list of names"),
+        ({"rope_scaling": "x"}, "rope_scaling is 'x'; it must be an object"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings is 'false'; it must be true or false"),
+        ({"eos_token_id": "125"}, "eos_token_id is '125'; it must be a token id or a list of token ids"),
     ],
 )
 def test_unsupported_config(complains, model, changes, message):
@@ -176,11 +182,11 @@ def test_missing_prompt_file(complains, model, tmp_path):
     [
         ({"vocab_size": 127}, "its vocabulary has 127 tokens, the target's 128"),
         ({"num_target_layers": 7}, "made for 7 target layers, the target has 6"),
-        ({"num_target_layers": "6"}, "num_target_layers is '6'; it must be a int"),
+        ({"num_target_layers": "6"}, "num_target_layers is '6'; it must be a whole number above 0"),
         ({"num_key_value_heads": 3}, "num_attention_heads 4 is no multiple of num_key_value_heads 3"),
         (
             {"rope_scaling": {"type": "linear", "factor": None}},
-            "factor of the rope scaling is None; it must be a number",
+            "rope_scaling.factor is None; it must be a number above 0",
         ),
         ({"dflash_config": 5}, "dflash_config is 5; it must be an object"),
         (
@@ -193,7 +199,7 @@ def test_missing_prompt_file(complains, model, tmp_path):
         ),
         (
             {"dflash_config": {"mask_token_id": 126, "target_layer_ids": [1, 2, 4], "output_multiplier": "2"}},
-            "output_multiplier is '2'; it must be a float",
+            "output_multiplier is '2'; it must be a number above 0",
         ),
         (
             {"dflash_config": {"mask_token_id": 126, "target_layer_ids": [1, 2, 9]}},
@@ -245,7 +251,7 @@ def test_impossible_settings(complains, model, prompts, flags, message):
     assert message in complains("generate", model, "--drafter", PAIR / "drafter_fitted", "--file", prompts([1]), *flags)
 
 
-@pytest.mark.parametrize("flags", [["--block-size", "4"], ["--drafts", "sampled"], ["--allow-larger-blocks", "True"]])
+@pytest.mark.parametrize("flags", [["--block-size", "4"], ["--drafts", "sampled"], ["--allow-larger-blocks"]])
 def test_settings_of_a_drafter_without_drafter(complains, model, prompts, flags):
     line = complains("generate", model, "--file", prompts([1]), *flags)
     assert f"{flags[0]} is for blocks that a drafter proposes; give --drafter" in line

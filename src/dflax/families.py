@@ -16,7 +16,10 @@ from dflax.hf_keys import Keys, TensorRule
 
 @dataclass(frozen=True)
 class Family:
-    """What sets one model_type apart: defaults of keys that its config.json may leave out."""
+    """What sets one model_type apart: defaults of keys that its config.json may leave out.
+
+    sliding_window, max_window_layers: where `use_sliding_window` is true and they are left out (transformers' config classes).
+    """
 
     name: str
     qkv_bias: bool = False
@@ -25,21 +28,23 @@ class Family:
     rope_theta: float = 10000.0
     tie_word_embeddings: bool = False
     diffusion: bool = False
+    sliding_window: int | None = None
+    max_window_layers: int = 0
 
 
 FAMILIES = {
     "llama": Family("llama"),
-    "qwen2": Family("qwen2", qkv_bias=True),
-    "qwen3": Family("qwen3", qk_norm=True),
-    "qwen3_moe": Family("qwen3_moe", qk_norm=True, moe=True),
-    "Dream": Family("Dream", qkv_bias=True, diffusion=True),
+    "qwen2": Family("qwen2", qkv_bias=True, sliding_window=4096, max_window_layers=28),
+    "qwen3": Family("qwen3", qk_norm=True, sliding_window=4096, max_window_layers=28),
+    "qwen3_moe": Family("qwen3_moe", qk_norm=True, moe=True, sliding_window=4096),
+    "Dream": Family("Dream", qkv_bias=True, diffusion=True, sliding_window=4096, max_window_layers=28),
 }
 
 
 def is_drafter(raw: Mapping[str, Any]) -> bool:
     """Whether a config.json describes a drafter (model_type says qwen3 for both)."""
-    architectures = raw.get("architectures") or [""]
-    return "dflash_config" in raw or "DFlash" in str(architectures[0])
+    architectures = Keys(raw).names("architectures") or [""]
+    return "dflash_config" in raw or "DFlash" in architectures[0]
 
 
 def parse(raw: Mapping[str, Any]) -> ModelConfig:
@@ -47,7 +52,7 @@ def parse(raw: Mapping[str, Any]) -> ModelConfig:
     model_type = raw.get("model_type")
     if llada.is_llada(raw):
         return llada.parse(raw)
-    if model_type not in FAMILIES:
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
         known = ", ".join(sorted([*FAMILIES, "llada"]))
         raise DflaxError(f"config.json: model_type is {model_type!r}; dflax supports {known}")
     family = FAMILIES[model_type]
@@ -61,7 +66,7 @@ def parse(raw: Mapping[str, Any]) -> ModelConfig:
     num_heads = keys.need("num_attention_heads")
     hidden_size = keys.need("hidden_size")
     num_kv_heads = _kv_heads(keys, num_heads)
-    attention_bias = bool(keys.get("attention_bias", False))
+    attention_bias = keys.flag("attention_bias")
     if family.moe:  # Qwen3-Coder spells out what the family does anyway
         keys.only("use_qk_norm", True)
         keys.only("qkv_bias", False)
@@ -78,17 +83,17 @@ def parse(raw: Mapping[str, Any]) -> ModelConfig:
         head_dim=_head_dim(keys, hidden_size, num_heads),
         rms_norm_eps=keys.number("rms_norm_eps", 1e-6, float),
         rope=_rope(keys, family.rope_theta),
-        tie_word_embeddings=bool(keys.get("tie_word_embeddings", family.tie_word_embeddings)),
+        tie_word_embeddings=keys.flag("tie_word_embeddings", family.tie_word_embeddings),
         max_positions=keys.number("max_position_embeddings", 2048),
         qkv_bias=family.qkv_bias or attention_bias,
         out_bias=attention_bias and family.name not in ("qwen2", "Dream"),
-        mlp_bias=bool(keys.get("mlp_bias", False)),
+        mlp_bias=keys.flag("mlp_bias"),
         qk_norm=family.qk_norm,
-        windows=_windows(keys, num_layers),
+        windows=_windows(keys, num_layers, family),
         moe=moe,
         moe_layers=moe_layers,
-        bos_token_id=raw.get("bos_token_id"),
-        eos_token_ids=llada.ids(keys.get("eos_token_id")),
+        bos_token_id=keys.token("bos_token_id"),
+        eos_token_ids=keys.tokens("eos_token_id"),
         bidirectional=family.diffusion,
         shifted_logits=family.diffusion,
         mask_token_id=keys.mask_token_id() if family.diffusion else None,
@@ -100,10 +105,7 @@ def parse(raw: Mapping[str, Any]) -> ModelConfig:
 def parse_drafter(raw: Mapping[str, Any]) -> DrafterConfig:
     """config.json of a drafter (z-lab layout; newer files nest block_size and others in dflash_config) -> DrafterConfig."""
     keys = Keys(raw)
-    given = keys.get("dflash_config", {})
-    if not isinstance(given, Mapping):
-        raise DflaxError(f"config.json: dflash_config is {given!r}; it must be an object")
-    nested = Keys(given)
+    nested = Keys(keys.table("dflash_config"), "config.json: dflash_config.")
     keys.only("hidden_act", "silu")
     keys.only("partial_rotary_factor", 1.0, 1)
     keys.only("rope_interleaved", False)
@@ -127,9 +129,9 @@ def parse_drafter(raw: Mapping[str, Any]) -> DrafterConfig:
     num_layers = keys.need("num_hidden_layers")
     num_heads = keys.need("num_attention_heads")
     hidden_size = keys.need("hidden_size")
-    windows = _windows(keys, num_layers)
+    windows = _windows(keys, num_layers, FAMILIES["qwen3"])
     taps = must("target_layer_ids")
-    if not isinstance(taps, list) or not taps or not all(isinstance(t, int) and t >= 0 for t in taps):
+    if not isinstance(taps, list) or not taps or not all(type(t) is int and t >= 0 for t in taps):
         raise DflaxError(f"config.json: target_layer_ids is {taps!r}; it must be a list of layer numbers")
     block_size = must("block_size")
     if not isinstance(block_size, int) or block_size < 2:
@@ -148,7 +150,7 @@ def parse_drafter(raw: Mapping[str, Any]) -> DrafterConfig:
         raise DflaxError(
             f"config.json: dflash_config.kind is {kind!r}; dflax supports {', '.join(get_args(DrafterKind))}"
         )
-    keys.get("tie_word_embeddings")  # the embedding and the head are the target's
+    keys.flag("tie_word_embeddings")  # the embedding and the head are the target's
     config = DrafterConfig(
         vocab_size=vocab_size,
         hidden_size=hidden_size,
@@ -164,8 +166,8 @@ def parse_drafter(raw: Mapping[str, Any]) -> DrafterConfig:
         target_layer_ids=tuple(taps),
         num_target_layers=num_target_layers,
         max_positions=keys.number("max_position_embeddings", 40960),
-        attention_bias=bool(keys.get("attention_bias", False)),
-        causal=_causal(keys.get("is_causal"), nested.get("causal"), windows, num_layers),
+        attention_bias=keys.flag("attention_bias"),
+        causal=_causal(keys.flag("is_causal", None), nested.flag("causal", None), windows, num_layers),
         windows=windows,
         input_embedding_scale=float(number("input_embedding_scale", 1.0, float)),
         output_multiplier=float(number("output_multiplier", 1.0, float)),
@@ -173,7 +175,7 @@ def parse_drafter(raw: Mapping[str, Any]) -> DrafterConfig:
         draft_vocab_size=number("draft_vocab_size", None, int),
         kind=kind,
     )
-    keys.get("eos_token_id")
+    keys.tokens("eos_token_id")
     keys.refuse_unknown()
     unknown = sorted(set(nested.raw) - nested.used)
     if unknown:
@@ -187,7 +189,7 @@ def _causal(
     """Causal inside the block, per layer: is_causal wins, then dflash_config.causal, then sliding layers are (spec of vLLM and z-lab)."""
     for choice in (is_causal, causal):
         if choice is not None:
-            return (bool(choice),) * num_layers
+            return (choice,) * num_layers
     return tuple(w is not None for w in windows) or (False,) * num_layers
 
 
@@ -215,78 +217,70 @@ def _head_dim(keys: Keys, hidden_size: int, num_heads: int) -> int:
 
 def _rope(keys: Keys, default_theta: float) -> RopeConfig:
     """Old keys (rope_theta, rope_scaling) and new (rope_parameters); what is told twice must be told alike."""
-    told = {name: dict(keys.get(name) or {}) for name in ("rope_scaling", "rope_parameters")}
-    thetas = [found for part in (keys, *map(Keys, told.values())) if (found := part.number("rope_theta", None, float))]
-    for part in told.values():
-        part.pop("rope_theta", None)
-    parts = [part for part in told.values() if part]
-    if len(set(thetas)) > 1 or any(part != parts[0] for part in parts):
+    told = [Keys(dict(keys.table(name)), f"config.json: {name}.") for name in ("rope_scaling", "rope_parameters")]
+    thetas = [theta for part in (keys, *told) if (theta := part.number("rope_theta", None, float))]
+    settings = lambda part: {key: value for key, value in part.raw.items() if key != "rope_theta"}
+    told = [part for part in told if settings(part)]
+    if len(set(thetas)) > 1 or any(settings(part) != settings(told[0]) for part in told):
         raise DflaxError(
             "config.json: rope_theta, rope_scaling and rope_parameters contradict each other; keep one of them"
         )
-    theta = thetas[0] if thetas else default_theta
-    scaling = parts[0] if parts else {}
-    kind = scaling.pop("rope_type", scaling.pop("type", "default"))
-    scaling.pop("type", None)
+    theta = float(thetas[0] if thetas else default_theta)
+    scaling = told[0] if told else Keys({})
+    scaling.only("partial_rotary_factor", 1.0, 1)
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    scaling.ignore("type", "rope_theta")
     if kind == "default":
-        rope, known = RopeConfig(theta=float(theta)), set()
+        scaling.only("factor", 1.0, 1)
+        rope = RopeConfig(theta=theta)
     elif kind == "linear":
-        rope, known = RopeConfig(float(theta), "linear", _part(scaling, "factor")), {"factor"}
+        rope = RopeConfig(theta, "linear", _part(scaling, "factor"))
     elif kind == "llama3":
-        known = {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
         factor, low, high = (_part(scaling, k) for k in ("factor", "low_freq_factor", "high_freq_factor"))
-        rope = RopeConfig(
-            float(theta), "llama3", factor, low, high, int(_part(scaling, "original_max_position_embeddings"))
-        )
+        rope = RopeConfig(theta, "llama3", factor, low, high, int(_part(scaling, "original_max_position_embeddings")))
     else:
         raise DflaxError(f"config.json: rope type is {kind!r}; dflax supports default, linear and llama3")
-    if kind == "default":
-        known = {"factor"} if scaling.get("factor") in (1, 1.0) else set()
-    unknown = sorted(k for k in set(scaling) - known if not (k == "partial_rotary_factor" and scaling[k] == 1))
+    unknown = sorted(set(scaling.raw) - scaling.used)
     if unknown:
         raise DflaxError(f"config.json: rope settings {', '.join(unknown)} are not known for rope type {kind!r}")
     return rope
 
 
-def _part(scaling: Mapping[str, Any], key: str) -> float:
-    value = scaling.get(key)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise DflaxError(f"config.json: {key} of the rope scaling is {value!r}; it must be a number")
-    return float(value)
+def _part(scaling: Keys, key: str) -> float:
+    value = scaling.number(key, None, float)
+    return float(scaling.refuse(key, "a number above 0") if value is None else value)
 
 
-def _windows(keys: Keys, num_layers: int) -> tuple[int | None, ...]:
+def _windows(keys: Keys, num_layers: int, family: Family) -> tuple[int | None, ...]:
     """Sliding windows per layer from layer_types, or from use_sliding_window and max_window_layers of older files; () = none."""
-    window = keys.get("sliding_window")
-    layer_types = keys.get("layer_types")
-    use = keys.get("use_sliding_window", layer_types is not None)
+    layer_types = keys.names("layer_types")
+    use = keys.flag("use_sliding_window")
+    # A window of null is none; one that is left out is the family's.
+    window = keys.number("sliding_window", family.sliding_window if use and "sliding_window" not in keys.raw else None)
+    first = keys.count("max_window_layers", family.max_window_layers)
     if layer_types is not None:
-        bad = sorted(set(layer_types) - {"full_attention", "sliding_attention"})
-        if bad or len(layer_types) != num_layers:
+        if set(layer_types) - {"full_attention", "sliding_attention"} or len(layer_types) != num_layers:
             raise DflaxError(
                 f"config.json: layer_types needs {num_layers} entries, each full_attention or sliding_attention"
             )
         sliding = [kind == "sliding_attention" for kind in layer_types]
     else:
-        first = keys.raw.get("max_window_layers", 0) if "max_window_layers" in keys.raw else 0
-        sliding = [bool(use) and window is not None and i >= first for i in range(num_layers)]
+        sliding = [use and window is not None and i >= first for i in range(num_layers)]
     if not any(sliding):
         return ()
-    if not isinstance(window, int) or window < 1:
-        raise DflaxError(f"config.json: layers slide but sliding_window is {window!r}; it must be a positive integer")
+    if window is None:
+        raise DflaxError("config.json: layers slide but there is no sliding_window; it must be a whole number above 0")
     return tuple(window if s else None for s in sliding)
 
 
 def _moe(keys: Keys, num_layers: int) -> tuple[MoEConfig, tuple[bool, ...]]:
-    dense = keys.get("mlp_only_layers", [])
-    if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
-        raise DflaxError(f"config.json: mlp_only_layers is {dense!r}; it must be a list of layer numbers")
+    dense = keys.numbers("mlp_only_layers")
     step = keys.number("decoder_sparse_step", 1)
     num_experts = keys.need("num_experts")
     per_token = keys.need("num_experts_per_tok")
     if per_token > num_experts:
         raise DflaxError(f"config.json: num_experts_per_tok {per_token} exceeds num_experts {num_experts}")
-    moe = MoEConfig(num_experts, per_token, keys.need("moe_intermediate_size"), bool(keys.get("norm_topk_prob", False)))
+    moe = MoEConfig(num_experts, per_token, keys.need("moe_intermediate_size"), keys.flag("norm_topk_prob"))
     return moe, tuple(i not in dense and (i + 1) % step == 0 for i in range(num_layers))
 
 
@@ -350,6 +344,10 @@ def to_hf(config: ModelConfig | DrafterConfig) -> dict[str, Any]:
     return {k: v for k, v in out.items() if v is not None and v != []} | ({"mlp_only_layers": []} if config.moe else {})
 
 
+DRAFTER_CODE = "z-lab/Qwen3-8B-DFlash-b16--dflash.DFlashDraftModel"
+"""The PyTorch class of every drafter, by a repository that holds it: our folders hold no code. (SGLang and vLLM go by `architectures`.)"""
+
+
 def _drafter_out(config: DrafterConfig) -> dict[str, Any]:
     nested: dict[str, Any] = {"mask_token_id": config.mask_token_id, "target_layer_ids": list(config.target_layer_ids)}
     defaults = {
@@ -361,7 +359,7 @@ def _drafter_out(config: DrafterConfig) -> dict[str, Any]:
     nested |= {k: getattr(config, k) for k, v in (defaults | {"kind": "dflash"}).items() if getattr(config, k) != v}
     out = {
         "architectures": ["DFlashDraftModel"],
-        "auto_map": {"AutoModel": "z-lab/Qwen3-8B-DFlash-b16--dflash.DFlashDraftModel"},
+        "auto_map": {"AutoModel": DRAFTER_CODE},
         "model_type": "qwen3",
         "attention_bias": config.attention_bias,
         "block_size": config.block_size,

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, SupportsIndex
 
 from dflax.errors import DflaxError
+from dflax.hf_keys import Keys
 
 FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 REPLACEMENT = "\ufffd"  # what decoders put for bytes that are no character (yet)
@@ -123,11 +124,14 @@ def stop_token_ids(
 ) -> tuple[int, ...]:
     """The model's own end tokens: those of config.json, generation_config.json and the tokenizer together, sorted.
 
-    They differ in practice: Qwen3's config.json names one, its generation_config.json two.
+    They differ in practice: Qwen3's config.json names one, its generation_config.json two. DflaxError for what is no id.
     """
-    ids = {*_ids(config.get("eos_token_id")), *_ids(generation_config.get("eos_token_id"))}
-    if tokenizer is not None:
-        ids.update(_ids(tokenizer.eos_token_id))
+    ids = {
+        *Keys(config).tokens("eos_token_id"),
+        *Keys(generation_config, "generation_config.json: ").tokens("eos_token_id"),
+    }
+    if tokenizer is not None and tokenizer.eos_token_id is not None:
+        ids.add(tokenizer.eos_token_id)
     return tuple(sorted(ids))
 
 
@@ -200,12 +204,6 @@ def _id(token: object) -> int:
     if isinstance(token, SupportsIndex) and not isinstance(token, bool):  # numpy integers too
         return operator.index(token)
     raise DflaxError(f"a prompt of token ids holds {token!r}, which is no integer")
-
-
-def _ids(value: int | Sequence[int] | None) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    return (value,) if isinstance(value, int) else tuple(value)
 
 
 def _one_line(error: Exception) -> str:

@@ -124,7 +124,7 @@ def config(path: str | os.PathLike[str]) -> dict[str, Any]:
 def _config(file: GGUFFile) -> dict[str, Any]:
     metadata = file.metadata
     architecture = metadata.get("general.architecture")
-    if architecture not in ARCHITECTURES:
+    if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
         raise DflaxError(
             f"{file.path}: GGUF architecture is {architecture!r}; dflax supports {', '.join(ARCHITECTURES)}"
         )
