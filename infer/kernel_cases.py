@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Literal
 
 import jax
@@ -14,17 +14,23 @@ from dflax.kernels_pallas.block_attention import block_attention, reference
 
 ARRAYS = "q", "k_ctx", "v_ctx", "k_blk", "v_blk"
 COLD = 128 * 2**20
+DOCUMENTS = 3
+"""In a packed row."""
+
+Kind = Literal["decode", "tree", "prefill", "canvas", "packed", "train"]
 
 
 @dataclass(frozen=True)
 class Case:
     """One call: `batch` rows of `anchors` blocks of `block` tokens over `context` columns, all of them live.
 
-    decode: every token of a block sees the whole block, as a drafter's do. tree: a binary tree of drafts. train: forward and backward of
-    many anchors, spread evenly over the context that they share; an anchor sees what is before it.
+    decode: every token of a block sees the whole block, as a drafter's do. tree: a binary tree of drafts. prefill: a causal chunk of a
+    prompt behind what came before it. canvas: a diffusion model's full pass, without context. packed: a target's pass over whole rows of a
+    few documents, causal inside each, without context. train: forward and backward of many anchors, spread evenly over the context that
+    they share; an anchor sees what is before it.
     """
 
-    kind: Literal["decode", "tree", "train"]
+    kind: Kind
     batch: int
     context: int
     block: int
@@ -44,7 +50,7 @@ class Case:
     def layers(self) -> int:
         """Layers attended one after the other in a measured call, each over a cache of its own: so many that no chip's own memory holds
         them all from one call to the next (at most `most_layers`)."""
-        if self.kind == "train":
+        if self.kind == "train" or not self.context:
             return 1
         return int(np.clip(-(-COLD // self.context_bytes), 1, self.most_layers))
 
@@ -62,7 +68,7 @@ class Case:
         forward = self.context_bytes + keys + 2 * queries
         return float(forward + (2 * (self.context_bytes + keys) + 4 * queries if self.kind == "train" else 0))
 
-    @property
+    @cached_property
     def flops(self) -> float:
         """Two products a visible pair and head; the backward pass has five more."""
         return (14.0 if self.kind == "train" else 4.0) * self.heads * self.head_dim * self.batch * self._pairs()
@@ -80,12 +86,17 @@ class Case:
         return np.broadcast_to(anchors.astype(np.int32), (self.batch, self.anchors))
 
     def mask(self) -> Bool[np.ndarray, "B N T T"] | None:
-        """Of a tree: a node sees itself and its ancestors. None: everything is seen."""
-        if self.kind != "tree":
+        """Who sees whom in a block, [query, key]. Of a tree: a node sees itself and its ancestors. None: everything is seen."""
+        if self.kind in ("prefill", "packed"):
+            slot = np.arange(self.block)
+            document = slot * (DOCUMENTS if self.kind == "packed" else 1) // self.block
+            sees = (slot[:, None] >= slot) & (document[:, None] == document)
+        elif self.kind == "tree":
+            sees = np.eye(self.block, dtype=bool)
+            for node in range(1, self.block):
+                sees[node] |= sees[(node - 1) // 2]
+        else:
             return None
-        sees = np.eye(self.block, dtype=bool)
-        for node in range(1, self.block):
-            sees[node] |= sees[(node - 1) // 2]
         return np.broadcast_to(sees, (self.batch, 1, self.block, self.block))
 
     def sees(self) -> tuple[Bool[np.ndarray, "B N S"], Bool[np.ndarray, "B N T T"]]:
@@ -93,7 +104,7 @@ class Case:
         context = np.arange(self.context) < self.lengths()[..., None]
         mask = self.mask()
         shape = (self.batch, self.anchors, self.block, self.block)
-        return context, np.ones(shape, bool) if mask is None else mask
+        return context, np.broadcast_to(True, shape) if mask is None else mask
 
     def arrays(self, layers: int) -> dict[str, Array]:
         """Random q, k_ctx, v_ctx, k_blk, v_blk, in the op's shapes."""
@@ -105,10 +116,14 @@ class Case:
         return {name: _normal(key, shape, self.dtype) for key, (name, shape) in zip(keys, shapes.items(), strict=True)}
 
     def where(self) -> dict[str, Array]:
-        """The op's other arguments."""
-        lengths, mask = jnp.asarray(self.lengths()), self.mask()
+        """The op's other arguments; `form` is its mask where there is none among them."""
+        lengths, mask = jnp.asarray(self.lengths()), None if self.form == "causal" else self.mask()
         found = {"ctx_len": lengths, "q_pos": lengths[..., None] + jnp.arange(self.block, dtype=jnp.int32)}
         return found if mask is None else found | {"mask": jnp.asarray(mask)}
+
+    @property
+    def form(self) -> Literal["causal", "full"]:
+        return "causal" if self.kind == "prefill" else "full"
 
 
 _normal = jax.jit(jax.random.normal, static_argnums=(1, 2))
@@ -119,12 +134,12 @@ Attend = Callable[..., Array]
 
 def op(case: Case, arrays: dict[str, Array], where: dict[str, Array], layer: int) -> Array:
     """`block_attention` as every caller calls it."""
-    return block_attention(**arrays, layer=layer, scale=case.head_dim**-0.5, **{"mask": "full", **where})
+    return block_attention(**arrays, layer=layer, scale=case.head_dim**-0.5, **{"mask": case.form, **where})
 
 
 def definition(case: Case, arrays: dict[str, Array], where: dict[str, Array], layer: int) -> Array:
     """Plain XLA."""
-    lengths, mask = where["ctx_len"], where.get("mask", "full")
+    lengths, mask = where["ctx_len"], where.get("mask", case.form)
     nothing, whole = jnp.zeros_like(lengths), jnp.full_like(lengths, case.block)
     q, k_ctx, v_ctx, k_blk, v_blk = (arrays[name] for name in ARRAYS)
     return reference.attend(
@@ -153,7 +168,7 @@ def for_library(case: Case, arrays: dict[str, Array]) -> tuple[dict[str, Array],
             found[f"{name}{layer}"] = jnp.concatenate(
                 [arrays[f"{name}_ctx"][layer].transpose(0, 2, 1, 3), block], axis=1
             )
-    if case.kind == "decode":
+    if case.mask() is None and case.kind != "train":
         return found, {}
     context, block = case.sees()
     N, T = case.anchors, case.block
@@ -175,6 +190,11 @@ def program(case: Case, attend: Attend, layers: int) -> Callable[[dict[str, Arra
         return out, pull(jnp.ones_like(out))[0]
 
     return train if case.kind == "train" else decode
+
+
+def lowered(case: Case, attend: Attend) -> jax.stages.Lowered:
+    """The program, from shapes alone."""
+    return jax.jit(program(case, attend, case.layers)).lower(*jax.eval_shape(lambda: arguments(case, attend)))
 
 
 def ways(platform: str) -> dict[str, Attend]:
@@ -226,11 +246,10 @@ def exact(case: Case, arrays: dict[str, Array]) -> dict[str, Float64[np.ndarray,
     return found
 
 
-def errors(case: Case, attend: Attend) -> dict[str, float]:
+def errors(case: Case, attend: Attend, compiled: Callable[..., Any], wanted: dict[str, np.ndarray]) -> dict[str, float]:
     """Root mean square distance from `exact` of the output and every gradient of the same name, relative to the exact one's root mean
     square. One layer (see `small`)."""
-    wanted = exact(case, case.arrays(1))
-    out = jax.jit(program(case, attend, 1))(*arguments(case, attend))
+    out = compiled(*arguments(case, attend))
     got = {"out": out} if case.kind != "train" else {"out": out[0]} | out[1]
     rms = lambda x: float(np.sqrt(np.mean(np.square(x))))
     return {
@@ -243,6 +262,6 @@ def errors(case: Case, attend: Attend) -> dict[str, float]:
 def small(case: Case) -> Case:
     """The same kind in a size that float64 on the host can do."""
     return replace(
-        case, batch=1, context=min(case.context, 500), block=min(case.block, 16), anchors=min(case.anchors, 8),
+        case, batch=1, context=min(case.context, 500), block=min(case.block, 100), anchors=min(case.anchors, 8),
         heads=min(case.heads, 8), kv_heads=min(case.kv_heads, 2), most_layers=1,
     )  # fmt: skip
