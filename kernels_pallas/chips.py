@@ -1,7 +1,7 @@
 """Chips by name: their published peaks, and compile-only devices for slices and servers of them that need not be there.
 
 The real compilers run without the hardware: the TPU's comes with `libtpu` (extra `aot-tpu`), the GPU's with JAX's CUDA plugin (extra
-`aot-gpu`) and ptxas of the CUDA toolkit.
+`aot-gpu`, and whatever JAX for CUDA 12 or 13 has installed) and ptxas of the CUDA toolkit.
 """
 
 import importlib.util
@@ -93,12 +93,12 @@ def topology(name: str) -> Topology:
     if not re.fullmatch(r"\d+(x\d+){0,2}", shape or "1"):
         raise DflaxError(f"topology {name!r} should read CHIP:SHAPE, such as v5e:4x4, v5p:4x4x4, h100 or h100:8")
     if chip.platform == "tpu":
-        _need("libtpu", "aot-tpu")
+        _need("aot-tpu", "libtpu")
         os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # else it looks for a TPU host on the network
         os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # a compiler needs no chip of its own
         options: dict[str, Any] = {"topology_name": f"{kind}:{shape or '1x1'}"}
     else:
-        _need("jax_cuda13_plugin", "aot-gpu")
+        _need("aot-gpu", "jax_cuda13_plugin", "jax_cuda12_plugin")
         count = math.prod(map(int, (shape or "1").split("x")))
         fields = GPUS[kind] | {"bandwidth": int(chip.bandwidth), "memory": int(chip.memory)}
         options = {"target_config": TARGET_CONFIG.format(**fields), "topology": f"1x1x{count}"}
@@ -109,8 +109,9 @@ def topology(name: str) -> Topology:
     return Topology(name, chip, tuple(made.devices))
 
 
-def _need(module: str, extra: str) -> None:
-    if importlib.util.find_spec(module) is None:
+def _need(extra: str, *modules: str) -> None:
+    """Any one of the modules."""
+    if not any(map(importlib.util.find_spec, modules)):
         raise DflaxError(
             f"the compiler for this chip is not installed: pip install 'dflax[{extra}]' (jax {jax.__version__})"
         )
