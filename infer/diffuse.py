@@ -20,6 +20,7 @@ from dflax.infer.fit import check_diffusion
 from dflax.infer.policies import Policy, Schedule, with_floats
 from dflax.infer.sampling import SamplingParams
 from dflax.model import Model
+from dflax.sharding import report_rows
 
 EVERY_PASS = 2**30
 
@@ -106,6 +107,7 @@ class Denoising:
         tokens = np.zeros((len(prompts), columns(int(self.lengths.max()) + plan.gen_length)), np.int32)
         for row, prompt in zip(tokens, prompts, strict=True):
             row[: len(prompt)] = prompt
+        report_rows(len(prompts), model.mesh)
         self._program = program(model.config)
         self._already_compiled = self._program.compiled()
         self.request: DenoiseRequest = self._put(request)

@@ -18,6 +18,7 @@ from dflax.infer.sampling import SamplingParams
 from dflax.infer.speculative import program
 from dflax.infer.state import LoopState, capacity, chunks
 from dflax.model import Model
+from dflax.sharding import report_rows
 
 EVERY_ROUND = 2**31 - 1
 
@@ -61,6 +62,7 @@ class Session:
                     f"prompt {row} has {self.lengths[row]} tokens and a budget of {end - self.lengths[row]} more; the model "
                     f"has {limit} positions: shorten the prompt or lower max_new_tokens"
                 )
+        report_rows(len(prompts), target.mesh)
         self._program = program(target.config, None if drafter is None else drafter.config)
         self._already_compiled = self._program.compiled()
         tokens = np.zeros((len(prompts), capacity(int(self.end.max()))), np.int32)

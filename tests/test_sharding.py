@@ -29,9 +29,9 @@ r = np.random.default_rng(0)
 params = {"a": r.normal(size=(8, 12)).astype(np.float32), "b": r.normal(size=(12, 6)).astype(np.float32)}
 frozen = {"target": r.normal(size=(8, 6)).astype(np.float32)}
 
-def run(text, steps, out, mesh=None):
+def run(text, steps, out, **options):
     config = TrainConfig(steps=steps, schedule="constant", warmup_fraction=0.0, learning_rate=0.01, mesh=text, out=out)
-    return fit(params, loss_fn, Data(), config, frozen=frozen, mesh=mesh)
+    return fit(params, loss_fn, Data(), config, frozen=frozen, **options)
 
 class Lazy:  # rows that are read where they are asked for: each device's own
     shape, dtype, ndim, asked = (16, 3), np.dtype(np.float32), 2, []
@@ -51,9 +51,11 @@ assert said.getvalue().count("batch of size 4 is replicated: data*fsdp = 8 does 
 folder = tempfile.mkdtemp()
 run("data=2,fsdp=4", 3, folder)
 many = run("data=2,fsdp=4", 6, folder)  # restored onto the mesh
-fewer = sharding.make_mesh("fsdp=2", jax.devices()[:2])
-few = run("data=2,fsdp=4", 9, folder, mesh=fewer)  # a checkpoint of eight devices on two
-assert few["a"].addressable_shards[0].data.shape == (8, 6), few["a"].sharding
+fewer = sharding.make_mesh("fsdp=2,tensor=2", jax.devices()[:4])
+named = {"a": ("embed", "feed_forward"), "b": ("feed_forward", "embed")}
+few = run("data=2,fsdp=4", 9, folder, mesh=fewer, axes=named)  # a checkpoint of eight devices on four, otherwise cut
+assert few["a"].addressable_shards[0].data.shape == (4, 6), few["a"].sharding
+assert few["b"].addressable_shards[0].data.shape == (6, 3), few["b"].sharding
 nine = run("", 9, tempfile.mkdtemp())
 assert len(many["a"].sharding.device_set) == 8, many["a"].sharding
 assert many["a"].addressable_shards[0].data.shape == (8, 3), many["a"].sharding
@@ -110,6 +112,18 @@ def test_the_rows_of_a_batch_are_cut_or_that_they_are_not_is_said():
     found, report = sharding.batch_spec((32, 3), mesh_of(fsdp=64))
     assert found == PartitionSpec(None, None)
     assert report == ["batch of size 32 is replicated: fsdp = 64 does not divide it"]
+
+
+def test_heads_and_rows_that_a_mesh_does_not_divide_are_said(caplog):
+    """The projections have features enough to be cut through half heads, so their shapes do not tell."""
+    shapes = {"layers.0.self_attn.k_proj.weight": (8 * 128, 4096), "norm.weight": (4096,)}
+    assert sharding.not_cut(mesh_of(fsdp=2, tensor=8), shapes, kv_heads=8) == []
+    said = "kv_heads of size 8 is replicated: tensor = 16 does not divide it; every device has the whole cache"
+    assert [line.startswith(said) for line in sharding.not_cut(mesh_of(tensor=16), shapes, kv_heads=8)] == [True]
+    for rows in (6, 7, 7):
+        sharding.report_rows(rows, mesh_of(data=2))
+    sharding.report_rows(7, None)
+    assert caplog.messages == ["mesh: batch of size 7 is replicated: data = 2 does not divide it"]
 
 
 def test_training_on_eight_devices_equals_one():

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from dflax.infer.generate import generate, speculate
     from dflax.infer.streaming import stream
     from dflax.model import Model, load
+    from dflax.sharding import make_mesh
 
 __version__ = "0.1.0"
 
@@ -26,6 +27,7 @@ _HOME = {
     "EndOfText": "dflax.infer.endings",
     "denoise": "dflax.infer.diffuse",
     "load": "dflax.model",
+    "make_mesh": "dflax.sharding",
     "Model": "dflax.model",
     "generate": "dflax.infer.generate",
     "speculate": "dflax.infer.generate",
@@ -43,6 +45,7 @@ __all__ = [
     "denoise",
     "generate",
     "load",
+    "make_mesh",
     "policies",
     "speculate",
     "stream",

@@ -140,7 +140,8 @@ def load(
     Args:
       name: a Hugging Face folder, a .gguf file, a hub id ("Qwen/Qwen3-8B") or a built-in name (`dflax.model.BUILT_IN`).
       dtype: of weights, activations and cache: "float32" or "bfloat16".
-      mesh: place the weights over these devices by `dflax.sharding`; None: the default device.
+      mesh: place the weights over these devices (`dflax.make_mesh`), and later what is decoded with them; None: the default device. What
+        it does not divide is whole on each of them, and logged.
       check_finite: refuse NaN and infinite weights.
       mask_token_id: of a diffusion model whose config.json lacks it (LLaDA-MoE: 156895).
 
@@ -166,7 +167,7 @@ def load(
         sharding = None
         if mesh is not None:
             sharding = parameter_sharding(mesh, shapes)
-            for line in not_cut(mesh, shapes) if jax.process_index() == 0 else ():
+            for line in not_cut(mesh, shapes, config.num_kv_heads) if jax.process_index() == 0 else ():
                 logging.getLogger("dflax").warning("mesh: %s: %s", name, line)
         draft_ids = read_draft_ids(config, source)
         rules = families.tensor_rules(config)

@@ -5,8 +5,10 @@ axes, stated explicitly because `jax.make_mesh` makes Explicit ones by default: 
 An axis that does not divide a dimension is dropped for that dimension: the array is replicated there, and the report says so.
 """
 
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import jax
@@ -65,10 +67,29 @@ def parameter_sharding(mesh: Mesh, shapes: Mapping[str, Sequence[int]]) -> Calla
     return lambda path: NamedSharding(mesh, spec(parameter_axes(path, len(shapes[path])), shapes[path], mesh)[0])
 
 
-def not_cut(mesh: Mesh, shapes: Mapping[str, Sequence[int]]) -> list[str]:
-    """A line for every kind of parameter that the mesh does not divide, so that each device holds it whole along that axis."""
-    lines = (line for path, shape in shapes.items() for line in spec(parameter_axes(path, len(shape)), shape, mesh)[1])
+def not_cut(mesh: Mesh | AbstractMesh, shapes: Mapping[str, Sequence[int]], kv_heads: int | None = None) -> list[str]:
+    """A line for everything of a model that the mesh does not divide, so that each device holds it whole along that axis.
+
+    shapes: of its parameters by dotted path. kv_heads: their number; where they are not divided, every device has the whole cache of a
+    decoding loop and attends for all heads. (The projections to keys and values are cut by features all the same, through a head.)
+    """
+    lines = [line for path, shape in shapes.items() for line in spec(parameter_axes(path, len(shape)), shape, mesh)[1]]
+    if kv_heads is not None:
+        whole = spec(("kv_heads",), (kv_heads,), mesh)[1]
+        lines += [f"{line}; every device has the whole cache and attends for all heads" for line in whole]
     return list(dict.fromkeys(lines))
+
+
+def report_rows(rows: int, mesh: Mesh | AbstractMesh | None) -> None:
+    """Logs, once for a number of rows, that the mesh does not divide those that are decoded together: every device computes them all."""
+    for line in () if mesh is None else batch_spec((rows,), mesh)[1]:
+        _log_once(line)
+
+
+@cache
+def _log_once(line: str) -> None:
+    if jax.process_index() == 0:
+        logging.getLogger("dflax").warning("mesh: %s", line)
 
 
 def make_mesh(text: str = "", devices: Sequence[jax.Device] | None = None) -> Mesh:
@@ -171,7 +192,11 @@ def batch_spec(shape: Sequence[int], mesh: Mesh | AbstractMesh) -> tuple[Partiti
 
 
 def place_batch(batch: Any, mesh: Mesh) -> Any:
-    """Arrays of the host, the same in every process, over the mesh: rows are cut, each process indexes and uploads only its own."""
+    """Arrays of the host, the same in every process, over the mesh: rows are cut, each process uploads only its own.
+
+    Of arrays that are read where they are indexed (rows of a feature cache, memory-mapped) it reads only these too; others are in every
+    process whole.
+    """
 
     def put(array: Any) -> jax.Array:
         host = array if hasattr(array, "shape") else np.asarray(array)
@@ -215,7 +240,8 @@ def each_device(
     Args:
       axes: for every argument the tuple of its dimensions' logical axes (None: whole), or a tree of such tuples.
       results: the same for what comes back.
-      sizes: of every logical axis that is used. What the mesh does not divide is computed by all of its devices.
+      sizes: of every logical axis that is used. What the mesh does not divide is computed by all of its devices (`not_cut` and
+        `report_rows` say so before).
     """
     mesh = mesh_of(arguments[0])
     if mesh is None:
