@@ -19,7 +19,8 @@ Metrics = dict[str, Any]
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """How to train. The fields after `accumulation` do not change the result and may differ when a run is resumed."""
+    """How to train. The fields after `accumulation` do not change how weights move and may differ when a run is resumed; `best`, with
+    `eval_every`, chooses whose step's weights are the result."""
 
     steps: int = 0
     """Optimizer steps; 0: as many as `epochs` needs."""

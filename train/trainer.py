@@ -211,7 +211,7 @@ class _Run:
         return self._trained()
 
     def _place_batch(self, batch: PyTree) -> PyTree:
-        """Arrays of the whole batch onto the mesh; every process reads and uploads only its own rows."""
+        """Arrays of the whole batch onto the mesh (`sharding.place_batch`); what that does not cut is said."""
         parts = self.config.accumulation
         for array in jax.tree.leaves(batch):
             shape = getattr(array, "shape", ())
