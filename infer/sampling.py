@@ -18,6 +18,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Int32, UInt32
 
 from dflax.errors import DflaxError
+from dflax.sharding import each_device, laid
 
 STOP_COLUMNS = 8
 """`SamplingParams.stop_ids` is padded to a multiple of this, so that another list of stop tokens seldom recompiles."""
@@ -116,7 +117,13 @@ def filtered_logprobs(
     scaled = scaled / jnp.where(greedy, 1.0, temperature)[..., None]
 
     def drop(scaled: Float[Array, "*rows V"]) -> Float[Array, "*rows V"]:
-        last = _last_kept(scaled, top_k, top_p)
+        # Rows are cut over all devices and sorted whole: along a cut vocabulary, cumulative sums would gather every row everywhere.
+        cut = laid(scaled, ("batch", *(None,) * (limited.ndim - 1), "vocab"))  # else the head would be gathered for it
+        rows = [x.reshape(-1, *x.shape[limited.ndim :]) for x in (cut, top_k, top_p)]
+        one = ("row",)
+        find = lambda *rows: list(_last_kept(*rows))
+        value, token = each_device(find, rows, (("row", None), one, one), [one, one], {"row": len(rows[0])})
+        last = value.reshape(limited.shape), token.reshape(limited.shape)
         return jnp.where(_ranks_before_or_at(scaled, last) | ~limited[..., None], scaled, -jnp.inf)
 
     kept = jax.lax.cond(jnp.any(limited), drop, lambda scaled: scaled, scaled)
@@ -231,8 +238,7 @@ def _last_kept(
     before = jnp.cumsum(probs, axis=-1) - probs
     in_mass = (before < top_p[..., None]) | (top_p >= 1)[..., None]
     last = jnp.minimum(k, jnp.sum(in_mass, axis=-1)) - 1
-    # By a mask: a gather would collect the whole row on every device of a mesh that cuts the vocabulary.
-    value, token = (jnp.where(ids == last[..., None], a, 0).sum(-1, dtype=a.dtype) for a in (-negated, order))
+    value, token = (jnp.take_along_axis(a, last[..., None], axis=-1)[..., 0] for a in (-negated, order))
     return value, token
 
 

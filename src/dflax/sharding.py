@@ -21,6 +21,7 @@ MESH_AXES = ("data", "fsdp", "tensor")
 
 LOGICAL_AXES: dict[str, tuple[str, ...]] = {
     "batch": ("data", "fsdp"),
+    "row": ("data", "fsdp", "tensor"),
     "embed": ("fsdp",),
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
@@ -161,11 +162,15 @@ def gathered(weight: Any, path: str) -> Any:
     """A parameter as a layer of a training step uses it: whole over `fsdp`, still cut over `tensor`. Tables of the vocabulary stay cut
     (`dflax.models.vocabulary`)."""
     axes = parameter_axes(path, weight.ndim)
-    mesh = mesh_of(weight)
-    if mesh is None or axes[0] == "vocab":
-        return weight
-    kept = spec([None if axis == "embed" else axis for axis in axes], weight.shape, mesh)[0]
-    return jax.lax.with_sharding_constraint(weight, NamedSharding(mesh, kept))
+    return weight if axes[0] == "vocab" else laid(weight, [None if axis == "embed" else axis for axis in axes])
+
+
+def laid(array: Any, axes: Sequence[str | None]) -> Any:
+    """An array of a traced program, with one logical axis name (or None) per dimension, in its place on the mesh that its type names."""
+    mesh = mesh_of(array)
+    if mesh is None:
+        return array
+    return jax.lax.with_sharding_constraint(array, NamedSharding(mesh, spec(axes, array.shape, mesh)[0]))
 
 
 def tree_shardings(tree: Any, mesh: Mesh, axes: Any = None) -> tuple[Any, list[str]]:

@@ -15,8 +15,10 @@ from jax.sharding import NamedSharding
 
 from dflax import sharding
 from dflax.config import ModelConfig, MoEConfig, RopeConfig
+from dflax.infer.sampling import filtered_logprobs
 from dflax.models import params
 from dflax.models.decoder import Decoder
+from dflax.models.layers import matmul
 from dflax.models.moe import MoE
 from dflax.models.vocabulary import lookup
 from dflax.train.aot import drafter_step
@@ -119,6 +121,33 @@ def experts() -> None:
         )
 
 
+def limited_sampling() -> None:
+    """Top-k and top-p over a cut vocabulary: the numbers of one device, and nobody gathers rows or a head."""
+    chance = np.random.default_rng(0)
+    B, T, E, V = 8, 3, 16, 96
+    hidden, head = chance.normal(size=(B, T, E)).astype(np.float32), chance.normal(size=(V, E)).astype(np.float32)
+    temperature = np.array([0, 1, 0.7, 1, 1.3, 1, 0.5, 1], np.float32)
+    top_k, top_p = (
+        np.array([5, 0, 9, 0, 3, 0, 0, 7], np.int32),
+        np.array([0.5, 1, 1, 0.6, 0.9, 0.3, 0.95, 0.8], np.float32),
+    )
+
+    def run(hidden, head, *settings):
+        return filtered_logprobs(matmul(hidden, head), *(jnp.broadcast_to(x[:, None], (B, T)) for x in settings))
+
+    want = jax.jit(run)(hidden, head, temperature, top_k, top_p)
+    for text in ("tensor=8", "data=2,tensor=4", *MESHES):
+        mesh = sharding.make_mesh(text)
+        put = lambda x, axes, mesh=mesh: jax.device_put(x, NamedSharding(mesh, sharding.spec(axes, x.shape, mesh)[0]))
+        settings = (put(x, ("batch",)) for x in (temperature, top_k, top_p))
+        placed = put(hidden, ("batch", None, None)), put(head, ("vocab", "embed")), *settings
+        compiled = jax.jit(run).lower(*placed).compile()
+        np.testing.assert_allclose(want, compiled(*placed), rtol=1e-5, atol=1e-5, err_msg=text)
+        gathers = re.findall(r"= \w+\[([\d,]*)\]\S* all-gather", compiled.as_text() or "")
+        if "fsdp" not in text:  # there the head's columns are gathered, as they are to score at all
+            assert not [dims for dims in gathers if str(V) in dims.split(",")], (text, gathers)
+
+
 def what_is_sent(text: str) -> set[tuple[str, tuple[int, ...]]]:
     """Kind and shape of what the devices send each other in a training step with the vocabulary of Qwen3."""
     config = {
@@ -160,7 +189,8 @@ def nothing_of_the_vocabulary_is_gathered() -> None:
 
 
 if __name__ == "__main__":
-    {"numbers": lambda: (the_tables(), a_trained_model(), experts()), "sent": nothing_of_the_vocabulary_is_gathered}[
-        sys.argv[1]
-    ]()
+    {
+        "numbers": lambda: (the_tables(), a_trained_model(), experts(), limited_sampling()),
+        "sent": nothing_of_the_vocabulary_is_gathered,
+    }[sys.argv[1]]()
     print("equal")
