@@ -4,7 +4,6 @@ import dataclasses
 import json
 import math
 import os
-import re
 import time
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,20 +17,18 @@ from jax.sharding import Mesh
 from tyro.conf import Positional
 
 from dflax import abstract, configs
-from dflax.config import ControllerConfig, ModelConfig
+from dflax.config import ControllerConfig, DrafterConfig, ModelConfig
 from dflax.errors import DflaxError
 from dflax.infer import aot, compile_table, roofline
 from dflax.infer.canvas import Cache
+from dflax.infer.collectives import collectives
 from dflax.infer.denoise import DenoisePlan
 from dflax.infer.report import table, write_json
 from dflax.kernels_pallas.chips import Topology, topology
-from dflax.sharding import make_mesh, spec
+from dflax.sharding import make_mesh, not_cut, spec
 
-COLLECTIVE = re.compile(
-    r"= (?P<shape>\S+|\(.*?\)) (?P<kind>all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
-)
-ARRAY = re.compile(r"\b(pred|[a-z]+\d+)\[([\d,]*)\]")
-WIDTHS = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8}
+Models = dict[str, ModelConfig | DrafterConfig]
+"""By what a report calls them."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +81,8 @@ class CompileConfig:
 
 @dataclass(frozen=True)
 class Report:
-    """What came out. Bytes, flops and bytes_moved are per device and of the whole program, whose loops count once."""
+    """What came out. Bytes, flops and bytes_moved are per device and of the whole program; the latter two, which the compiler counts, take
+    every loop as if it turned once."""
 
     what: str
     preset: str
@@ -101,7 +99,9 @@ class Report:
     flops: float
     bytes_moved: float
     collectives: dict[str, tuple[int, int]]
-    """Kind -> how often it stands in the program, bytes of its results."""
+    """Kind -> how many run in a step, bytes of their results (`collectives`)."""
+    step_flops: float
+    """Of a step, over all chips, computed from shapes."""
     step_seconds: float
     plain_seconds: float | None
     """Of a step without speculation, collectives left out."""
@@ -109,7 +109,7 @@ class Report:
     """Predicted, collectives left out of both."""
     source: str
     replicated: list[str] = field(default_factory=list)
-    """What the mesh does not divide, so that every chip holds or computes all of it."""
+    """Rows, kinds of parameters and caches that the mesh does not divide, so that every chip holds or computes all of them."""
     deciding: tuple[float, float] | None = None
     """Denoising: FLOPs over all chips with which TSPD and the look-ahead decide beyond what a threshold needs, and those of the pass."""
 
@@ -122,6 +122,10 @@ class Report:
     def fits(self) -> bool:
         return self.peak_bytes <= self.memory
 
+    def _sent(self) -> str:
+        found = ", ".join(f"{n} {kind} ({size / 2**20:.1f} MiB)" for kind, (n, size) in self.collectives.items())
+        return f"{found}; loops of unknown length once" if found else "none"
+
     def lines(self) -> str:
         gib = lambda n: f"{n / 2**30:.2f} GiB"
         named = {
@@ -132,13 +136,11 @@ class Report:
             "of these in place": gib(self.alias_bytes),
             "temporaries": gib(self.temp_bytes),
             "peak": f"{gib(self.peak_bytes)} of {gib(self.memory)}: {'fits' if self.fits else 'DOES NOT FIT'}",
-            "FLOPs, bytes moved": f"{self.flops:.3g}, {self.bytes_moved:.3g} (the compiler's count, without kernels)"
+            "FLOPs of a step": f"{self.step_flops:.3g} over all chips, from shapes",
+            "FLOPs, bytes moved": f"{self.flops:.3g}, {self.bytes_moved:.3g} (the compiler's count: without kernels, every loop once)"
             if self.flops
             else "not counted by this compiler",
-            "collectives": ", ".join(
-                f"{n} {kind} ({size / 2**20:.1f} MiB)" for kind, (n, size) in self.collectives.items()
-            )
-            or "none",
+            "collectives": self._sent(),
             "not cut": "; ".join(self.replicated) or "nothing",
             "a step takes at least": f"{self.step_seconds * 1e3:.3g} ms by published peaks ({self.source})",
         }
@@ -240,7 +242,8 @@ def _speculate(config: CompileConfig, values: dict[str, Any], found: Topology) -
     ]
     settings = {"batch": rows, "context": config.context, "block_size": block, "dtype": config.dtype}
     settings["acceptance_length"] = config.acceptance_length
-    return _report("speculate", config, found, mesh, settings, compile_, *work)
+    models = {"target": target, "drafter": drafter}
+    return _report("speculate", config, found, mesh, models, settings, compile_, *work)
 
 
 def _denoise(config: CompileConfig, values: dict[str, Any], found: Topology) -> Report:
@@ -271,7 +274,7 @@ def _denoise(config: CompileConfig, values: dict[str, Any], found: Topology) -> 
     settings |= {"gen_length": config.gen_length, "block_length": config.block_length}
     long = roofline.forward(model, rows, suffix, config.context - suffix, width, config.block_length, model.vocab_size)
     work = {"none": full, "prefix": long, "dual": short}[config.cache]
-    report = _report("denoise", config, found, mesh, settings, compile_, work)
+    report = _report("denoise", config, found, mesh, {"model": model}, settings, compile_, work)
     learned = (
         TSPD.of(Controller(ControllerConfig(block_length=config.block_length), rngs=nnx.Rngs(0))),
         ConfidenceExtrapolation(),
@@ -302,7 +305,8 @@ def _train_drafter(config: CompileConfig, values: dict[str, Any], found: Topolog
     work = roofline.drafter_training(target, drafter, rows, recipe.length, anchors, width)
     settings = {"rows": rows, "length": recipe.length, "anchors": anchors, "block_size": recipe.block_size}
     settings |= {"target": recipe.dtype, "accumulation": recipe.train.accumulation}
-    return _report("train", config, found, mesh, settings, lambda: drafter_step(recipe, mesh), work)
+    models = {"target": target, "drafter": drafter}
+    return _report("train", config, found, mesh, models, settings, lambda: drafter_step(recipe, mesh), work)
 
 
 def _train_diffusion(config: CompileConfig, values: dict[str, Any], found: Topology) -> Report:
@@ -313,14 +317,15 @@ def _train_diffusion(config: CompileConfig, values: dict[str, Any], found: Topol
     mesh = _mesh(config, found, None)
     recipe = _with_rows(config, recipe, mesh)
     rows = recipe.rows_per_step
-    work = roofline.diffusion_training(diffusion_config(recipe), rows, recipe.length, recipe.answer_columns)
+    model = diffusion_config(recipe)
+    work = roofline.diffusion_training(model, rows, recipe.length, recipe.answer_columns)
     settings = {
         "rows": rows,
         "length": recipe.length,
         "compute": recipe.compute,
         "accumulation": recipe.train.accumulation,
     }
-    return _report("train", config, found, mesh, settings, lambda: diffusion_step(recipe, mesh), work)
+    return _report("train", config, found, mesh, {"model": model}, settings, lambda: diffusion_step(recipe, mesh), work)
 
 
 def _with_rows(config: CompileConfig, recipe: Any, mesh: Mesh) -> Any:
@@ -336,8 +341,8 @@ def _recipe(config: CompileConfig, values: dict[str, Any]) -> Any:
 
 
 def _report(
-    what: str, config: CompileConfig, found: Topology, mesh: Mesh, settings: dict[str, Any], compile_: Any, work: roofline.Work,
-    plain: roofline.Work | None = None,
+    what: str, config: CompileConfig, found: Topology, mesh: Mesh, models: Models, settings: dict[str, Any], compile_: Any,
+    work: roofline.Work, plain: roofline.Work | None = None,
 ) -> Report:  # fmt: skip
     begin = time.perf_counter()
     try:
@@ -350,10 +355,10 @@ def _report(
     moved = collectives(compiled.as_text() or "")
     sent = float(sum(size for _, size in moved.values()))
     chip, part = found.chip, settings.get("rows", settings.get("batch")) // settings.get("accumulation", 1)
-    _, replicated = spec(("batch",), (part,), mesh)
+    uncut_rows = spec(("batch",), (part,), mesh)[1]
     axes = dict(mesh.shape)
-    batch = 1 if replicated else axes["data"] * axes["fsdp"]
-    ways = roofline.Ways(axes["fsdp"] * axes["tensor"], batch * axes["tensor"])
+    rows = 1 if uncut_rows else axes["data"] * axes["fsdp"]
+    ways = roofline.Ways(axes["fsdp"] * axes["tensor"], rows, axes["tensor"])
     plain_seconds = None if plain is None else plain.seconds(chip, ways)
     speedup = None if plain_seconds is None else config.acceptance_length * plain_seconds / work.seconds(chip, ways)
     return Report(
@@ -372,27 +377,20 @@ def _report(
         flops=float(cost.get("flops", 0.0)),
         bytes_moved=float(cost.get("bytes accessed", 0.0)),
         collectives=moved,
+        step_flops=work.flops,
         step_seconds=work.seconds(chip, ways, sent),
         plain_seconds=plain_seconds,
         speedup=speedup,
         source=chip.source,
-        replicated=replicated,
+        replicated=uncut_rows + _not_cut(mesh, models),
     )
 
 
-def collectives(text: str) -> dict[str, tuple[int, int]]:
-    """Of a compiled program's text: kind -> (how many, bytes of their results), instructions in loops once."""
-    found: dict[str, tuple[int, int]] = {}
-    for match in COLLECTIVE.finditer(text):
-        starts = match[0].endswith("-start(")
-        sizes = [
-            math.prod(int(n) for n in dims.split(",") if n) * WIDTHS.get(kind, 4)
-            for kind, dims in ARRAY.findall(match["shape"])
-            if dims or not starts  # scalars there are bookkeeping
-        ]
-        # What starts asynchronously has a tuple of operands and results, all-reduce one of results alone; several may be combined.
-        pairs = starts and match["kind"] != "all-reduce" and len(sizes) % 2 == 0
-        size = sum(sizes[len(sizes) // 2 :] if pairs else sizes)
-        count, total = found.get(match["kind"], (0, 0))
-        found[match["kind"]] = (count + 1, total + size)
-    return found
+def _not_cut(mesh: Mesh, models: Models) -> list[str]:
+    """Kinds of parameters, and caches, that are whole on every chip, with the names of the models that have them."""
+    named: dict[str, list[str]] = {}
+    for name, config in models.items():
+        shapes = {path: leaf.shape for path, leaf in abstract.parameters(config, mesh, "float32").items()}
+        for line in not_cut(mesh, shapes, config.num_kv_heads):
+            named.setdefault(line, []).append(name)
+    return [f"{' and '.join(names)}: {line}" for line, names in named.items()]

@@ -15,9 +15,10 @@ CASES: tuple[dict[str, str], ...] = (
     {"preset": "llada-8b-sft", "topology": "h100", "what": "denoise"},
     {"preset": "qwen3-8b-dflash", "topology": "v5e:4x4", "what": "train"},
     {"preset": "qwen3-8b-dflash", "topology": "v5p:4x4x4", "what": "train"},
+    {"preset": "qwen3-8b-dflash", "topology": "h100:8", "what": "train"},
     {"preset": "qwen3-8b-dflash", "topology": "v6e:2x2", "mesh": "tensor=4"},
 )
-"""Decoding loops on a chip or a small slice, drafter training on pods; everything else as `dflax compile` has it."""
+"""Decoding loops on a chip or a small slice, drafter training on pods and a server; everything else as `dflax compile` has it."""
 
 HEAD = """# What the compilers say
 
@@ -25,12 +26,13 @@ The decoding loops and training steps of dflax, in real shapes, through the comp
 Written by `dflax compile --table docs/compile.md` (`make compile-table` sets up the compilers).
 
 **Nothing here ran on a chip.** Bytes are per device, from the compiler's own analysis: arguments (weights and state), what of them is
-updated in place, temporaries, and their sum against the chip's memory. FLOPs and bytes moved are the compiler's count of one pass over the
-program, loops counted once and kernels not counted (XLA for GPU counts nothing). Collectives that only sampling with top-k or top-p needs
-are among those listed. Compile seconds are wall clock on two cores that did other work too. "Step at least" is a bound from the
-chip's published peaks (`kernels_pallas/chips.py` names the sources): what must be read and multiplied, and what the collectives send.
-The speed-up is that bound's ratio to plain decoding, collectives left out, at the acceptance length {acceptance:g} that was published for
-Qwen3-8B (arXiv 2602.06036).
+updated in place, temporaries, and their sum against the chip's memory. FLOPs of a step are computed from shapes, over all chips. FLOPs and
+bytes moved on a device are the compiler's count, every loop once and kernels not counted (XLA for GPU counts nothing). Collectives in a
+loop are listed as often as it turns, those of loops whose length is not known before, such as the decoding loop itself, once; what only
+sampling with top-k or top-p needs is among them. Compile seconds are wall clock on two cores that did other work too. "Step at least" is
+a bound from the chip's published peaks (`kernels_pallas/chips.py` names the sources): what must be read and multiplied, and what the
+collectives send. The speed-up is that bound's ratio to plain decoding, collectives left out, at the acceptance length {acceptance:g} that
+was published for Qwen3-8B (arXiv 2602.06036).
 
 """
 
@@ -41,9 +43,10 @@ def rows(base: "CompileConfig") -> list["CompileConfig"]:
 
 
 def kept(path: Path, config: "CompileConfig") -> dict[str, Any] | None:
-    """A report that an earlier run has written for these settings."""
+    """A report that an earlier run has written for these settings, with all that is reported now."""
     found = json.loads(path.read_text()) if path.exists() else None
-    return found if found is not None and found["config"] == dataclasses.asdict(config) else None
+    now = found is not None and found["config"] == dataclasses.asdict(config) and "step_flops" in found["report"]
+    return found if now else None
 
 
 def write(
@@ -59,13 +62,14 @@ def write(
         fits = f"{gib(report.peak_bytes)} of {gib(report.memory)}: {'yes' if report.fits else 'NO'}"
         lines.append([
             f"{report.what} {report.preset}", f"{report.topology}, {report.mesh}", settings, gib(report.argument_bytes),
-            gib(report.alias_bytes), gib(report.temp_bytes), fits, counted(report.flops), counted(report.bytes_moved), sent or "none",
-            f"{report.step_seconds * 1e3:.3g}", None if report.speedup is None else f"{report.speedup:.2f}",
-            f"{report.compile_seconds:.0f}", f"{made['versions']['jax']}, {made['date']}",
+            gib(report.alias_bytes), gib(report.temp_bytes), fits, f"{report.step_flops:.3g}",
+            counted(report.flops), counted(report.bytes_moved), sent or "none", f"{report.step_seconds * 1e3:.3g}",
+            None if report.speedup is None else f"{report.speedup:.2f}", f"{report.compile_seconds:.0f}",
+            f"{made['versions']['jax']}, {made['date']}",
         ])  # fmt: skip
     headers = [
-        "what", "chips, mesh", "settings", "arguments GiB", "in place GiB", "temporaries GiB", "peak GiB, fits", "FLOPs", "bytes moved",
-        "collectives", "step at least, ms", "speed-up", "compiled in, s", "jax, date",
+        "what", "chips, mesh", "settings", "arguments GiB", "in place GiB", "temporaries GiB", "peak GiB, fits", "FLOPs of a step",
+        "FLOPs, a device", "bytes moved", "collectives", "step at least, ms", "speed-up", "compiled in, s", "jax, date",
     ]  # fmt: skip
     made_table = table(headers, lines, markdown=True)
     commands = ", ".join(sorted({report.topology for report, _ in reports}))

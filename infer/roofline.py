@@ -11,31 +11,39 @@ from dflax.kernels_pallas.chips import Chip
 
 @dataclass(frozen=True)
 class Ways:
-    """Into how many parts a mesh cuts weights, and the rest of a step's work: what is not cut, every chip does."""
+    """Into how many parts a mesh cuts weights, rows, and what has heads or columns: what is not cut, every chip does."""
 
     weights: int = 1
     rows: int = 1
+    heads: int = 1
+
+    def of_cache(self, heads: int) -> int:
+        """Parts of a cache with that many key/value heads, which are whole on every chip where the mesh does not divide them."""
+        return self.rows * (1 if heads % self.heads else self.heads)
 
 
 @dataclass(frozen=True)
 class Work:
-    """Of one step, over all chips together: bytes of weights, bytes of caches (they belong to rows), FLOPs."""
+    """Of one step, over all chips together."""
 
     weights: float
-    kept: float
+    """Bytes."""
+    caches: tuple[tuple[int, float], ...]
+    """(key/value heads, bytes) of each."""
     flops: float
 
     def __add__(self, other: "Work") -> "Work":
-        return Work(self.weights + other.weights, self.kept + other.kept, self.flops + other.flops)
+        return Work(self.weights + other.weights, self.caches + other.caches, self.flops + other.flops)
 
     @property
     def bytes(self) -> float:
-        return self.weights + self.kept
+        return self.weights + sum(size for _, size in self.caches)
 
     def seconds(self, chip: Chip, ways: Ways, collective_bytes: float = 0.0) -> float:
         """The slowest of memory, arithmetic and what a chip sends, all three at the same time."""
-        read = self.weights / ways.weights + self.kept / ways.rows
-        return max(read / chip.bandwidth, self.flops / ways.rows / chip.flops, collective_bytes / chip.link)
+        read = self.weights / ways.weights + sum(size / ways.of_cache(heads) for heads, size in self.caches)
+        flops = self.flops / (ways.rows * ways.heads)
+        return max(read / chip.bandwidth, flops / chip.flops, collective_bytes / chip.link)
 
 
 def layer_parameters(config: ModelConfig | DrafterConfig, tokens: int = 0) -> tuple[float, float]:
@@ -73,7 +81,7 @@ def forward(
     kept = 2.0 * config.num_kv_heads * config.head_dim * sum(seen) * rows
     attention = 4.0 * config.num_heads * config.head_dim * sum(columns + block for columns in seen) * tokens
     flops = 2 * used * tokens + 2 * head * rows * head_rows + attention
-    return Work((read + head) * width, kept * width, flops)
+    return Work((read + head) * width, ((config.num_kv_heads, kept * width),), flops)
 
 
 def speculative_round(
@@ -87,7 +95,7 @@ def speculative_round(
     draft = forward(drafter, rows, block, live, width, block - 1, scored)
     fuse = float(len(drafter.target_layer_ids) * drafter.hidden_size**2)
     context = 2.0 * drafter.num_kv_heads * drafter.head_dim * drafter.hidden_size * drafter.num_layers
-    return work + draft + Work(fuse * width, 0.0, 2 * (fuse + context) * rows * block)
+    return work + draft + Work(fuse * width, (), 2 * (fuse + context) * rows * block)
 
 
 def drafter_training(
@@ -103,7 +111,7 @@ def drafter_training(
     context = 2.0 * drafter.num_kv_heads * drafter.head_dim * drafter.hidden_size * drafter.num_layers
     head = float((drafter.draft_vocab_size or target.vocab_size) * target.hidden_size)
     flops = 2 * used * tokens + 6 * own * slots + (4 * fuse + 6 * context) * tokens + 4 * head * slots
-    return Work(read * width + head * width + 3 * 4 * (own_read + fuse), 0.0, flops)
+    return Work(read * width + head * width + 3 * 4 * (own_read + fuse), (), flops)
 
 
 def diffusion_training(config: ModelConfig, rows: int, length: int, answer_columns: int) -> Work:
@@ -111,4 +119,4 @@ def diffusion_training(config: ModelConfig, rows: int, length: int, answer_colum
     out. Bytes: parameters, gradients and two moments in float32, read and written once."""
     read, used = layer_parameters(config, rows * length)
     head = float(config.vocab_size * config.hidden_size)
-    return Work(2 * 4 * 4 * (read + 2 * head), 0.0, 6 * used * rows * length + 6 * head * rows * answer_columns)
+    return Work(2 * 4 * 4 * (read + 2 * head), (), 6 * used * rows * length + 6 * head * rows * answer_columns)

@@ -17,7 +17,7 @@ import pytest
 from dflax import abstract, configs
 from dflax.cache import KVCache
 from dflax.infer import aot
-from dflax.infer.compile_command import ARRAY, COLLECTIVE
+from dflax.infer.collectives import ARRAY, COLLECTIVE
 from dflax.infer.policies import Threshold
 from dflax.sharding import make_mesh
 from dflax.train.aot import configs_of, drafter_step

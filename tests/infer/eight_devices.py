@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 import dflax
-from dflax.infer.compile_command import collectives
+from dflax.infer.collectives import collectives
 from dflax.infer.diffuse import prepare
 from dflax.infer.generate import _session
 from dflax.sharding import make_mesh
@@ -43,8 +43,26 @@ def sum_over_two() -> dict[str, tuple[int, int]]:
     return collectives(text)
 
 
+def sums_in_loops() -> dict[str, tuple[int, int]]:
+    """The same where three passes over five layers are compiled as loops, and a further loop ends when it likes."""
+    mesh = make_mesh("tensor=2", jax.devices()[:2])
+    cut, whole = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((None, None, "tensor"), ()))
+
+    def passes(weights, x, turns):
+        layer = lambda x, w: (jax.numpy.tanh(x @ w) @ w.T, None)
+        x = jax.lax.scan(lambda x, _: (jax.lax.scan(layer, x, weights)[0], None), x, None, length=3)[0]
+        more = lambda carry: (carry[0] + 1, layer(carry[1], weights[0])[0])
+        return jax.lax.while_loop(lambda carry: carry[0] < turns, more, (0, x))[1]
+
+    shapes = [((5, 8, 6), np.float32, cut), ((4, 8), np.float32, whole), ((), np.int32, whole)]
+    arguments = [jax.ShapeDtypeStruct(shape, dtype, sharding=place) for shape, dtype, place in shapes]
+    text = jax.jit(passes, out_shardings=whole).lower(*arguments).compile().as_text()
+    assert text is not None
+    return collectives(text)
+
+
 def main(target_folder: str, drafter_folder: str, diffusion_folder: str) -> None:
-    found: dict[str, Any] = {"collectives": sum_over_two()}
+    found: dict[str, Any] = {"collectives": sum_over_two(), "in loops": sums_in_loops()}
     for mesh in MESHES:
         target, drafter, diffusion = (on(folder, mesh) for folder in (target_folder, drafter_folder, diffusion_folder))
         out = dflax.speculate(target, drafter, PROMPTS, NEW, temperature=[0.0, 0.0, 0.8, 0.8])

@@ -3,18 +3,21 @@
 import dataclasses
 import importlib.util
 import json
+from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 
 from dflax import abstract, cli, configs
 from dflax.config import ModelConfig, MoEConfig
+from dflax.errors import DflaxError
 from dflax.infer import compile_command as C
 from dflax.infer import compile_table, roofline
 from dflax.kernels_pallas import chips
 from dflax.models import params
-from dflax.sharding import make_mesh
+from dflax.sharding import MESH_AXES, make_mesh
 from tests.infer.tiny import drafter_config, random_model, target_config
 
 
@@ -53,10 +56,22 @@ def test_a_report_of_what_the_compiler_says(here, preset, what, capsys, tmp_path
     assert 0 < report.alias_bytes <= report.argument_bytes  # the state is donated
     assert report.flops > 0
     assert report.collectives == {}
+    assert report.replicated == []
     printed = capsys.readouterr().out
+    assert f"{report.step_flops:.3g} over all chips" in printed
     assert "fits" in printed
     assert ("predicted speed-up" in printed) == (report.speedup is not None) == (what == "speculate")
     assert '"fits"' in out.read_text()
+
+
+def test_what_a_mesh_does_not_cut_is_named_once():
+    thrice = np.array(jax.devices()[:1] * 3).reshape(1, 1, 3)
+    target = target_config("qwen3")
+    assert target.num_kv_heads % 3
+    lines = C._not_cut(Mesh(thrice, MESH_AXES), {"one": target, "other": target})
+    assert "one and other: vocab of size 7 is replicated: tensor = 3 does not divide it" in lines
+    assert any(line.startswith("one and other: kv_heads of size 2 is replicated: tensor = 3") for line in lines)
+    assert C._not_cut(make_mesh(""), {"target": target}) == []
 
 
 def test_a_page_of_several_programs(here, preset, monkeypatch, tmp_path):
@@ -129,21 +144,6 @@ def test_abstract_leaves_are_those_of_the_model(tmp_path):
     assert params.flatten(model.module).keys() == abstract.parameters(model.config, make_mesh(""), "float32").keys()
 
 
-def test_collectives_are_found_and_weighed():
-    text = """
-      %all-reduce.1 = f32[8,128]{1,0} all-reduce(f32[8,128]{1,0} %x), replica_groups={}
-      %ag = (bf16[4]{0}, bf16[16]{0}) all-gather-start(bf16[4]{0} %y), dimensions={0}
-      %agd = bf16[16]{0} all-gather-done(%ag)
-      %two = (f32[2]{0}, s32[3]{0}) all-reduce(f32[2]{0} %a, s32[3]{0} %b)
-    """
-    assert C.collectives(text) == {"all-reduce": (2, 8 * 128 * 4 + 5 * 4), "all-gather": (1, 32)}
-    combined = """
-      %a = (f32[1024]{0}, f32[2048]{0}) all-reduce-start(f32[1024]{0} %x, f32[2048]{0} %y)
-      %b = ((f32[4]{0}, f32[8]{0}), (f32[16]{0}, f32[32]{0})) all-gather-start(f32[4]{0} %x, f32[8]{0} %y)
-    """
-    assert C.collectives(combined) == {"all-reduce": (1, 4 * 3072), "all-gather": (1, 4 * 48)}
-
-
 def test_least_work_by_hand():
     config = dataclasses.replace(
         target_config("qwen3"), hidden_size=10, num_heads=2, num_kv_heads=1, head_dim=4, num_layers=3, intermediate_size=7,
@@ -157,11 +157,18 @@ def test_least_work_by_hand():
     assert work.flops == 2 * layers * 10 + 2 * 110 * 2 + 4 * 3 * 2 * 4 * 105 * 10
     chip = dataclasses.replace(chips.CHIPS["h100"], flops=1e6, bandwidth=1e3, link=10.0)
     windowed = dataclasses.replace(config, windows=(None, 30, 300))
-    assert roofline.forward(windowed, 2, 5, 100, 2, 1, 11).kept == 2 * 1 * 4 * (100 + 30 + 100) * 2 * 2
-    ways = roofline.Ways(weights=2, rows=4)
-    assert roofline.Work(5e3, 8e3, 2e6).seconds(chip, ways, 20.0) == 5e3 / 1e3 / 2 + 8e3 / 1e3 / 4
-    assert roofline.Work(5e3, 0.0, 2e6).seconds(chip, ways, 40.0) == 4.0
-    assert roofline.Work(1e3, 0.0, 9e6).seconds(chip, roofline.Ways()) == 9.0
+    assert roofline.forward(windowed, 2, 5, 100, 2, 1, 11).caches == ((1, 2 * 1 * 4 * (100 + 30 + 100) * 2 * 2),)
+    ways = roofline.Ways(weights=2, rows=2, heads=2)
+    assert roofline.Work(5e3, ((4, 8e3),), 2e6).seconds(chip, ways, 20.0) == 5e3 / 1e3 / 2 + 8e3 / 1e3 / 4
+    assert roofline.Work(5e3, (), 2e6).seconds(chip, ways, 40.0) == 4.0
+    assert roofline.Work(1e3, (), 9e6).seconds(chip, roofline.Ways()) == 9.0
+
+
+def test_a_cache_whose_heads_are_not_cut_is_read_whole():
+    chip = dataclasses.replace(chips.CHIPS["h100"], flops=1e6, bandwidth=1e3, link=10.0)
+    work = roofline.Work(0.0, ((8, 4e3),), 0.0) + roofline.Work(0.0, ((2, 6e3),), 0.0)
+    assert work.bytes == 1e4
+    assert work.seconds(chip, roofline.Ways(weights=4, rows=2, heads=4)) == 4.0 / 8 + 6.0 / 2
 
 
 def test_least_work_of_diffusion_training_by_hand():
@@ -191,7 +198,7 @@ def test_a_drafter_adds_to_a_round_and_a_bound_speed_up_cannot_exceed_the_accept
     both = roofline.speculative_round(target, drafter, 1, drafter.block_size, 64, 2)
     assert both.bytes > plain.bytes
     assert both.flops > plain.flops * drafter.block_size
-    ways = roofline.Ways(4, 4)
+    ways = roofline.Ways(4, 1, 4)
     assert all(plain.seconds(chip, ways) < both.seconds(chip, ways) for chip in chips.CHIPS.values())
 
 
@@ -234,6 +241,14 @@ def test_what_is_refused(arguments, says, capsys):
 def test_answers_that_do_not_fit_are_refused(here, arguments, says, capsys):
     assert cli.main(["compile", "llada-8b-sft", *arguments]) == 2
     assert says in capsys.readouterr().err
+
+
+def test_either_plugin_for_cuda_will_do(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda module: True if module == "jax_cuda12_plugin" else None)
+    monkeypatch.setattr(chips.topologies, "get_topology_desc", lambda **_: SimpleNamespace(devices=["a", "b"]))
+    assert chips.topology("h100:2").devices == ("a", "b")
+    with pytest.raises(DflaxError, match="aot-tpu"):
+        chips.topology("v5e:2x2")
 
 
 @pytest.mark.parametrize(("name", "extra"), [("v5e:2x2", "aot-tpu"), ("h100", "aot-gpu")])

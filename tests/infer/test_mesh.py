@@ -51,6 +51,7 @@ def test_every_mesh_writes_what_one_device_writes(found, mesh):
 
 def test_the_collectives_of_a_real_program_are_counted(found):
     assert found["collectives"] == {"all-reduce": [1, 16]}
+    assert found["in loops"] == {"all-reduce": [3 * 5 + 1, 16 * 4 * 4 * 8]}
 
 
 def test_weights_and_caches_are_cut_and_not_copied(found):
