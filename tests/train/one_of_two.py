@@ -1,5 +1,5 @@
 """Run by test_processes.py, twice at a time: one of two processes with two CPU devices each that train a small network together, and then
-speculate, if told to, as the evaluation of a drafter does."""
+speculate, if told to, as the evaluation of a drafter does, and refuse a damaged model."""
 
 import sys
 import time
@@ -8,13 +8,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import dflax
 from dflax import processes, sharding
+from dflax.errors import DflaxError
 from dflax.train.trainer import TrainConfig, fit
 from tests.golden import load_case
 
 STEPS = 12
+DAMAGED = "layers.0.mlp.down_proj.weight"
 
 
 class Data:
@@ -48,7 +51,13 @@ def speculated(mesh: str) -> np.ndarray:
     return np.asarray(dflax.speculate(target, drafter, [[5, 6, 7, 8]] * 4, max_new_tokens=8, stop_token_ids=[]).tokens)
 
 
-def main(distributed: str, mesh: str, out: str, pause: str, then: str) -> None:
+def refuse(folder: str) -> None:
+    """The last rows of one weight are no numbers; cut like this, one of two processes alone reads them."""
+    with pytest.raises(DflaxError, match=f"not finite .* in model.{DAMAGED};"):
+        dflax.load(folder, mesh=sharding.make_mesh("fsdp=-1"))
+
+
+def main(distributed: str, mesh: str, out: str, pause: str, damaged: str) -> None:
     processes.join(distributed)
     chance = np.random.default_rng(0)
     params = {"a": chance.normal(size=(8, 12)).astype(np.float32), "b": chance.normal(size=(12, 6)).astype(np.float32)}
@@ -59,7 +68,8 @@ def main(distributed: str, mesh: str, out: str, pause: str, then: str) -> None:
     evaluate = lambda params, step: {"distance": float(distance(params))}
     trained = fit(params, loss_fn, Data(float(pause)), config, evaluate=evaluate)
     arrays: dict[str, Any] = {name: np.asarray(leaf) for name, leaf in trained.items()}
-    if then == "speculate":
+    if damaged:
+        refuse(damaged)
         arrays["tokens"] = speculated(mesh)
     np.savez(f"{out}/trained-{jax.process_index()}.npz", **arrays)
 

@@ -1,5 +1,6 @@
 """Two real processes that train together: the same curve as one, and unbroken where one of them is killed."""
 
+import dataclasses
 import os
 import re
 import signal
@@ -9,20 +10,24 @@ import sys
 import time
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from dflax import processes
 from dflax.errors import DflaxError
+from dflax.models import params
 from dflax.train import metrics
-from tests.train.one_of_two import STEPS
+from tests.infer.tiny import random_model, target_config
+from tests.train.one_of_two import DAMAGED, STEPS
 
 MESH = "data=2,fsdp=2"
 
 
 def start(
-    out: Path, pause: float, index: int | None, port: int = 0, devices: int = 2, then: str = ""
+    out: Path, pause: float, index: int | None, port: int = 0, devices: int = 2, damaged: Path | str = ""
 ) -> subprocess.Popen:
+    """damaged: afterwards it speculates, and must refuse the model in this folder."""
     environment = os.environ | {
         "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}",
         "JAX_PLATFORMS": "cpu",
@@ -30,15 +35,15 @@ def start(
         "PYTHONPATH": str(Path(__file__).parents[2]),
     }
     distributed = "" if index is None else f"127.0.0.1:{port},2,{index}"
-    command = [sys.executable, "-m", "tests.train.one_of_two", distributed, MESH, str(out), str(pause), then]
+    command = [sys.executable, "-m", "tests.train.one_of_two", distributed, MESH, str(out), str(pause), str(damaged)]
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def pair(out: Path, pause: float, then: str = "") -> list[subprocess.Popen]:
+def pair(out: Path, pause: float, damaged: Path | str = "") -> list[subprocess.Popen]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    return [start(out, pause, index, port, then=then) for index in (0, 1)]
+    return [start(out, pause, index, port, damaged=damaged) for index in (0, 1)]
 
 
 def end(*running: subprocess.Popen) -> None:
@@ -57,19 +62,26 @@ def curve(out: Path) -> list[float]:
 
 def test_one_of_two_is_killed_and_the_curve_is_unbroken(tmp_path):
     alone, together = tmp_path / "alone", tmp_path / "together"
-    single = start(alone, 0.0, None, devices=4, then="speculate")
+    damaged = tmp_path / "damaged"
+    model = random_model(target_config())
+    weights = params.flatten(model.module)
+    weights[DAMAGED] = weights[DAMAGED].at[-1].set(jnp.nan)
+    dataclasses.replace(model, module=params.fill(model.module, weights)).save(damaged)
+    single = start(alone, 0.0, None, devices=4, damaged=damaged)
     running = pair(together, 0.4)
     waited = time.monotonic() + 240
     while not (together / "checkpoints" / "4" / "commit_success.txt").exists():
         assert time.monotonic() < waited, [process.poll() for process in running]
         assert all(process.poll() is None for process in running), [process.communicate()[0] for process in running]
         time.sleep(0.05)
-    running[1].send_signal(signal.SIGKILL)
-    for process in running:  # the other one waits for it in vain
-        process.kill()
-        process.communicate()
+    running[1].kill()
+    end(single)  # in that time the other one could have come to the end, too; but it waits in vain
+    assert running[0].poll() != 0
     assert not (together / "checkpoints" / str(STEPS)).exists()
-    end(single, *pair(together, 0.0, then="speculate"))
+    running[0].kill()
+    for process in running:
+        process.communicate()
+    end(*pair(together, 0.0, damaged=damaged))
     np.testing.assert_allclose(curve(together), curve(alone), rtol=1e-5)
     kept = [{int(path.name) for path in (out / "checkpoints").iterdir()} for out in (alone, together)]
     assert kept[0] == kept[1] == {4, 10, 12}  # the best, which is the first evaluated, and the last two

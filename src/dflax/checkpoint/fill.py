@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Sharding
 
 from dflax.checkpoint.source import TensorSource
@@ -46,7 +47,8 @@ def fill(
       dotted module path -> array of the asked shape, dtype and sharding.
 
     Raises:
-      DflaxError: one line with every missing, unexpected or misshapen tensor; or the tensors that are not finite.
+      DflaxError: one line with every missing, unexpected or misshapen tensor; or the tensors that are not finite, in all processes that
+        share the arrays, whichever of them reads the bad part.
     """
     places = match(shapes, rules, source, ignore)
     bad: set[str] = set()
@@ -64,6 +66,10 @@ def fill(
         return out
 
     leaves = {path: _put(path, shapes[path], lambda index, path=path: read(path, index), sharding) for path in shapes}
+    if check_finite and not all(leaf.is_fully_addressable for leaf in leaves.values()):
+        names = sorted({name for found in places.values() for name in found})
+        seen = multihost_utils.process_allgather(np.array([name in bad for name in names]))
+        bad = {name for name, flag in zip(names, seen.any(axis=0), strict=True) if flag}
     if bad:
         raise DflaxError(
             f"weights are not finite (NaN or infinity) in {_listed(sorted(bad))}; the checkpoint is damaged"
