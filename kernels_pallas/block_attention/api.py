@@ -45,7 +45,7 @@ def block_attention(
       q: block queries, after RoPE.
       k_ctx, v_ctx: the whole stacked cache, keys after RoPE; column s holds position s. Only `layer` is read.
       k_blk, v_blk: keys (after RoPE) and values of the block itself.
-      layer: which layer of the cache; a Python int or an int32 scalar.
+      layer: which layer of the cache; a Python int (negative: from the end) or an int32 scalar.
       ctx_len: context columns s < ctx_len are visible (strict: an anchor does not see its own feature).
       q_pos: absolute position of every query; block keys have the positions of their queries.
       mask: inside the block: "full" (both directions), "causal" (by order in the block), or explicit, [query, key].
@@ -66,7 +66,7 @@ def block_attention(
         blk_len = jnp.full((B, N), T, jnp.int32)
     reference.mask_is_two_sided(mask)  # refuses what is no mask
     kind, array = (mask, None) if isinstance(mask, str) else ("array", mask)
-    fixed, traced = (layer, None) if isinstance(layer, int) else (None, layer)
+    fixed, traced = (layer % k_ctx.shape[0], None) if isinstance(layer, int) else (None, layer)
     how = How(Case(kind, scale, soft_cap), fixed)
     where = Where(traced, ctx_start, ctx_len, q_pos, array, hole, blk_len, jnp.asarray(window, jnp.int32))
     return _attend(how, (q, k_ctx, v_ctx, k_blk, v_blk), where)
@@ -150,5 +150,4 @@ def _into_stack(x: Array, shape: tuple[int, ...], fixed: int | None, layer: Arra
     """One layer's gradient as that of the stack, zero elsewhere. Pads, which XLA adds up over the layers in one pass."""
     if fixed is None:
         return jax.lax.dynamic_update_index_in_dim(jnp.zeros(shape, x.dtype), x, layer, 0)
-    fixed %= shape[0]
     return jax.lax.pad(x[None], jnp.zeros((), x.dtype), [(fixed, shape[0] - 1 - fixed, 0)] + [(0, 0, 0)] * x.ndim)

@@ -28,7 +28,8 @@ class Shape:
     kind: Literal["full", "causal", "array"] = "full"
     soft_cap: float | None = None
     hole: bool = False
-    cut: Sizes = SIZES
+    cut: Sizes | None = SIZES
+    """None: the table's."""
 
     @property
     def case(self) -> Case:

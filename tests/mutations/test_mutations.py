@@ -7,7 +7,6 @@ import importlib
 import inspect
 import textwrap
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 import jax
@@ -19,7 +18,7 @@ from dflax.infer.canvas import Cache
 
 @dataclass(frozen=True)
 class Fault:
-    """In `module`, function `name` ("Class.method" too), the text `old` (exactly once) becomes `new`; `test` must notice."""
+    """In `module`, function `name` ("Class.method" too, or imported), the text `old` (exactly once) becomes `new`; `test` must notice."""
 
     module: str
     name: str
@@ -29,7 +28,9 @@ class Fault:
     arguments: tuple[Any, ...] = ()
 
 
-REFERENCE = "dflax.kernels_pallas.block_attention.reference"
+OP = "dflax.kernels_pallas.block_attention"
+REFERENCE = f"{OP}.reference"
+PUBLIC = "tests.kernels_pallas.test_public:test_output_and_gradients_by_kernels"
 FAULTS = {
     "an anchor sees its own feature": Fault(
         REFERENCE, "visible_context", "(column < ctx_len[..., None])", "(column <= ctx_len[..., None])",
@@ -124,6 +125,24 @@ FAULTS = {
         "dflax.infer.denoise", "_view", "shift = int(model.config.shifted_logits)", "shift = 0",
         "tests.infer.test_denoise:test_one_run_of_a_shifted_model",
     ),
+    "a kernel's walk ends one tile too early": Fault(
+        f"{OP}.fold", "tiles_walk", "-(-end // columns)", "end // columns",
+        "tests.kernels_pallas.test_kernels:test_split_context", ("ragged end of the cache", 150),
+    ),
+    "a kernel's walk ends at the hole": Fault(
+        f"{OP}.fold", "tiles_walk", "after = end - again", "after = jnp.zeros_like(end)",
+        "tests.kernels_pallas.test_walk:test_windows_and_holes_cost_nothing_inside",
+    ),
+    "the last query tile does not visit its keys": Fault(
+        f"{OP}.fold", "visitors", "[..., ::-1, :], -2) - first, 0)", "[..., ::-1, :], -2) - first - 1, 0)",
+        PUBLIC, ("gpu", -1),
+    ),
+    "a kernel's gradient forgets that weights add up to one": Fault(
+        f"{OP}.tile", "weights", "p * (gradient - delta)", "p * gradient", PUBLIC, ("gpu", -1),
+    ),
+    "a kernel's gradient lands in another layer": Fault(
+        f"{OP}.api", "_into_stack", "[(fixed, shape[0] - 1 - fixed, 0)]", "[(shape[0] - 1 - fixed, fixed, 0)]", PUBLIC, ("gpu", -1),
+    ),
 }  # fmt: skip
 
 
@@ -137,8 +156,7 @@ def forget_programs() -> None:
 def mutated(fault: Fault, original: Any, name: str) -> Any:
     source = textwrap.dedent(inspect.getsource(original))
     assert source.count(fault.old) == 1, f"{fault.module}.{fault.name} no longer holds {fault.old!r} once"
-    module: ModuleType = importlib.import_module(fault.module)
-    scope = dict(vars(module))
+    scope = dict(original.__globals__)
     exec(
         compile("from __future__ import annotations\n" + source.replace(fault.old, fault.new), fault.name, "exec"),
         scope,
