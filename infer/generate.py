@@ -12,7 +12,7 @@ from dflax.errors import DflaxError
 from dflax.infer.blocksize import Scheduler
 from dflax.infer.fit import check_block_size, check_pair, check_target
 from dflax.infer.sampling import SamplingParams
-from dflax.infer.session import Progress, Session
+from dflax.infer.session import EVERY_ROUND, Progress, Session
 from dflax.model import Model
 
 AUTO_SIZES = (1, 2, 3, 4, 5, 6, 8, 12, 16)
@@ -38,7 +38,9 @@ class Stats:
     tokens_per_second: float
     """New tokens of the whole batch without the first ones, per decode second."""
     acceptance_by_slot: list[float]
-    """Share of rounds whose drafts 1 .. i were all accepted, i = 1 .. block size - 1."""
+    """Share of rounds whose drafts 1 .. i were all accepted, i = 1 .. block size - 1; over the rounds of all prompts."""
+    acceptance_by_slot_per_prompt: list[list[float]]
+    """The same of each prompt's own rounds."""
     drafter_bytes: int
     """Memory the drafter adds: weights, cache, and its rows of the head."""
     block_sizes: dict[int, int]
@@ -163,31 +165,27 @@ def speculate(
         index,
         drafts,
     )
-    if block_size == "auto":
-        session.prefill()
-        _advance_auto(session, auto_sizes(drafter.config.block_size))
-    else:
-        size = check_block_size(drafter, block_size, allow_larger_blocks)
-        session.prefill()
-        session.advance(size)
+    calls = _calls(session, drafter, block_size, allow_larger_blocks, EVERY_ROUND)
+    session.prefill()
+    for _ in calls:
+        pass
     return _output(session)
 
 
 def stream_generate(*arguments: Any, rounds_per_call: int = 1, **options: Any) -> Iterator[Piece]:
     """What `generate` gives, as it is written (`dflax.stream`); takes what it takes."""
     _check_rounds(rounds_per_call)
-    return _pieces(_session(drafter=None, **_asked(generate, arguments, options)), 1, rounds_per_call)
+    session = _session(drafter=None, **_asked(generate, arguments, options))
+    return _pieces(session, _advance(session, 1, rounds_per_call))
 
 
 def stream_speculate(*arguments: Any, rounds_per_call: int = 1, **options: Any) -> Iterator[Piece]:
-    """What `speculate` gives, as it is written (`dflax.stream`); takes what it takes, but no block size "auto"."""
+    """What `speculate` gives, as it is written (`dflax.stream`); takes what it takes."""
     _check_rounds(rounds_per_call)
     asked = _asked(speculate, arguments, options)
     size, larger = asked.pop("block_size"), asked.pop("allow_larger_blocks")
-    if size == "auto":
-        raise DflaxError('block_size is "auto", which is for whole responses; give stream a number, or None')
     session = _session(**asked)
-    return _pieces(session, check_block_size(asked["drafter"], size, larger), rounds_per_call)
+    return _pieces(session, _calls(session, asked["drafter"], size, larger, rounds_per_call))
 
 
 def _asked(function: Callable[..., Any], arguments: Sequence[Any], options: dict[str, Any]) -> dict[str, Any]:
@@ -246,16 +244,36 @@ def _session(
     return Session(target, drafter, ids, budgets, params, sampled=bool(drafts == "sampled" and warm))
 
 
-def _advance_auto(session: Session, sizes: tuple[int, ...]) -> None:
+def _calls(
+    session: Session, drafter: Model, block_size: Any, allow_larger: bool, rounds_per_call: int
+) -> Iterator[Progress]:
+    """After prefill: calls of the loop until every row is done, at the block size that was asked for."""
+    if block_size == "auto":
+        return _advance_auto(session, auto_sizes(drafter.config.block_size), rounds_per_call)
+    return _advance(session, check_block_size(drafter, block_size, allow_larger), rounds_per_call)
+
+
+def _advance(session: Session, block_size: int, rounds_per_call: int) -> Iterator[Progress]:
+    progress = session.progress()
+    while not progress.done.all():
+        progress = session.advance(block_size, rounds_per_call)
+        yield progress
+
+
+def _advance_auto(session: Session, sizes: tuple[int, ...], rounds_per_call: int) -> Iterator[Progress]:
+    """A size runs for some rounds, in as many calls as those take; then the next is chosen by all that was seen."""
     scheduler, known, progress = Scheduler(sizes), set(), session.progress()
     while not progress.done.all():
         size = scheduler.choose()
         if size not in known:
             session.compile(size)
-        rounds = AUTO_ROUNDS if size in known else AUTO_TRIAL
+        left = AUTO_ROUNDS if size in known else AUTO_TRIAL
         known.add(size)
         before, seconds = progress.rounds, session.decode_seconds
-        progress = session.advance(size, rounds)
+        while left > 0 and not progress.done.all():
+            progress = session.advance(size, min(left, rounds_per_call))
+            left -= rounds_per_call
+            yield progress
         lengths = _rounds(progress, before, progress.rounds)
         seconds = (session.decode_seconds - seconds) / (progress.rounds - before).max()
         scheduler = scheduler.observe(size, lengths, seconds)
@@ -282,17 +300,13 @@ def _responses(session: Session, progress: Progress) -> tuple[list[list[int]], l
 def _output(session: Session) -> Output:
     progress = session.progress()
     tokens, lengths = _responses(session, progress)
-    reached: dict[int, int] = {}
-    passed: dict[int, int] = {}
     sizes: dict[int, int] = {}
-    uncut: list[int] = []
+    by_prompt: list[list[tuple[int, int]]] = [[] for _ in tokens]
     for size, first, last in session.history:
-        counts = _rounds(progress, first, last)
-        uncut += counts
         sizes[size] = sizes.get(size, 0) + int((last - first).max())
-        for slot in range(1, size):
-            reached[slot] = reached.get(slot, 0) + len(counts)
-            passed[slot] = passed.get(slot, 0) + sum(n > slot for n in counts)
+        for mine, lo, hi, row in zip(by_prompt, first, last, progress.acceptance, strict=True):
+            mine += [(size, n) for n in row[lo:hi].tolist()]
+    uncut = [one for mine in by_prompt for one in mine]
     decoded = sum(map(len, tokens)) - len(tokens)
     tokenizer = session.target.tokenizer
     stats = Stats(
@@ -300,16 +314,27 @@ def _output(session: Session) -> Output:
         prefill_seconds=session.prefill_seconds,
         decode_seconds=session.decode_seconds,
         tokens_per_second=decoded / session.decode_seconds if session.decode_seconds else 0.0,
-        acceptance_by_slot=[passed[slot] / reached[slot] for slot in sorted(reached) if reached[slot]],
+        acceptance_by_slot=_by_slot(uncut),
+        acceptance_by_slot_per_prompt=[_by_slot(mine) for mine in by_prompt],
         drafter_bytes=session.drafter_bytes(),
         block_sizes=sizes,
         compiled=session.compiled,
-        acceptance_length=sum(uncut) / len(uncut) if uncut else 1.0,
+        acceptance_length=sum(n for _, n in uncut) / len(uncut) if uncut else 1.0,
     )
     return Output(tokens, None if tokenizer is None else [text.decode(tokenizer, t) for t in tokens], lengths, stats)
 
 
-def _pieces(session: Session, block_size: int, rounds_per_call: int) -> Iterator[Piece]:
+def _by_slot(rounds: Sequence[tuple[int, int]]) -> list[float]:
+    """Share of rounds, given as (block size, uncut acceptance length), that accepted slot 1, 2, ... of those whose block has the slot."""
+    shares = []
+    for slot in range(1, max((size for size, _ in rounds), default=1)):
+        passed = [n > slot for size, n in rounds if size > slot]
+        shares.append(sum(passed) / len(passed))
+    return shares
+
+
+def _pieces(session: Session, calls: Iterator[Progress]) -> Iterator[Piece]:
+    """The first tokens, and what each of the calls commits."""
     tokenizer, batch = session.target.tokenizer, len(session.lengths)
     writers = [text.Detokenizer(tokenizer) if tokenizer is not None else None for _ in range(batch)]
 
@@ -319,15 +344,14 @@ def _pieces(session: Session, block_size: int, rounds_per_call: int) -> Iterator
         return Piece(row, tokens, written, min(drafted, len(tokens)), done)
 
     session.prefill()
-    progress = session.progress()
+    before = session.progress()
     for row, start in enumerate(session.lengths):
-        yield piece(row, [int(progress.tokens[row, start])], 0, bool(progress.done[row]))
-    while not progress.done.all():
-        before = progress
-        progress = session.advance(block_size, rounds_per_call)
+        yield piece(row, [int(before.tokens[row, start])], 0, bool(before.done[row]))
+    for progress in calls:
         for row in range(batch):
             at, end = int(before.cursor[row]) + 1, int(progress.cursor[row]) + 1
             for gained in progress.acceptance[row, before.rounds[row] : progress.rounds[row]].tolist():
                 tokens = progress.tokens[row, at : min(at + gained, end)].tolist()
                 at += len(tokens)
                 yield piece(row, tokens, gained - 1, bool(progress.done[row]) and at == end)
+        before = progress

@@ -25,7 +25,7 @@ def stream(*arguments: Any, **options: Any) -> Iterator[Piece] | Iterator[Denois
 
     Takes what the call it stands for takes, checked at once and not at the first piece:
 
-    * `stream(target, drafter, prompts, ...)` for `speculate`; block_size is a number, "auto" is for whole responses.
+    * `stream(target, drafter, prompts, ...)` for `speculate`.
     * `stream(target, prompts, ...)` for `generate`, and so with None for the drafter. These two take `rounds_per_call`: rounds between
       two looks at the device, every round is a piece of its own all the same.
     * `stream(model, prompts, ...)` of a diffusion model for `denoise`, tokens in whatever order. It takes `passes_per_call`: passes

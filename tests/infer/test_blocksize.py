@@ -1,9 +1,14 @@
-"""The block-size scheduler: what it estimates, and that it follows an environment whose best size changes."""
+"""The block-size scheduler: what it estimates, that it follows an environment whose best size changes, and that the loop follows it."""
+
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+import dflax
+from dflax.infer import session
 from dflax.infer.blocksize import Scheduler
+from tests.infer.tiny import pair
 
 SIZES = (2, 4, 8, 16)
 
@@ -106,3 +111,78 @@ def test_bad_sizes_are_refused(sizes):
 def test_bad_observations_are_refused(size, lengths, seconds):
     with pytest.raises(ValueError, match=r"block size|seconds"):
         Scheduler((2, 4)).observe(size, lengths, seconds)
+
+
+# --- in the loop, by a clock of our own
+
+
+PROMPTS, BUDGET = [[1], [2, 3, 4]], 120
+FLAT, STEEP = {1: 1.0, 2: 1.0, 3: 1.0, 4: 1.0}, {1: 1.0, 2: 4.0, 3: 7.0, 4: 10.0}
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    """Sets the seconds that a round of a size takes, as a function of the rounds before; returns the (size, rounds asked) of all calls."""
+
+    def set_costs(costs):
+        asked, clock, run = [], SimpleNamespace(now=0.0), session.Session._run
+
+        def timed(self, block_size, rounds):
+            before = int(np.max(self.state.rounds))
+            run(self, block_size, rounds)
+            clock.now += costs(before)[block_size] * (int(np.max(self.state.rounds)) - before)
+            asked.append((block_size, rounds))
+
+        monkeypatch.setattr(session, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+        monkeypatch.setattr(session.Session, "_run", timed)
+        return asked
+
+    return set_costs
+
+
+def sizes(asked):
+    """Sizes in turn, and the rounds of each turn; calls of no round compile."""
+    turns = []
+    for size, rounds in asked:
+        if rounds and turns and turns[-1][0] == size:
+            turns[-1][1] += rounds
+        elif rounds:
+            turns.append([size, rounds])
+    return [size for size, _ in turns], [rounds for _, rounds in turns]
+
+
+@pytest.mark.parametrize(("costs", "best"), [(FLAT, 4), (STEEP, 1)])
+def test_the_loop_tries_every_size_and_stays_with_the_fastest(runs, costs, best):
+    asked = runs(lambda before: costs)
+    target, drafter = pair()
+    out = dflax.speculate(target, drafter, PROMPTS, BUDGET, block_size="auto", stop_token_ids=[])
+    used, rounds = sizes(asked)
+    tried = [4, 3, 2, 1]
+    assert used == (tried if best == 1 else [*tried, best])
+    assert rounds[:3] == [3, 3, 3]
+    assert out.stats.block_sizes[best] == max(out.stats.rounds) - 3 * (3 if best == 1 else 4) + 3 * (best == 4)
+    assert out.tokens == dflax.generate(target, PROMPTS, BUDGET, stop_token_ids=[]).tokens
+
+
+def test_the_loop_follows_what_rounds_cost(runs):
+    asked = runs(lambda before: FLAT if before < 28 else STEEP)
+    dflax.speculate(*pair(), PROMPTS, BUDGET, block_size="auto", stop_token_ids=[])
+    used, _ = sizes(asked)
+    assert used[:5] == [4, 3, 2, 1, 4]  # 28 rounds: four trials, and one choice
+    assert used[-1] == 1, used
+
+
+def test_streaming_chooses_too(runs):
+    """In calls of two rounds, for as many rounds as whole responses take between two choices."""
+    target, drafter = pair()
+    asked = runs(lambda before: FLAT)
+    options = {"block_size": "auto", "stop_token_ids": []}
+    pieces = list(dflax.stream(target, drafter, PROMPTS, BUDGET, rounds_per_call=2, **options))
+    turns = sizes(asked)
+    assert [rounds for _, rounds in asked if rounds][:5] == [2, 1, 2, 1, 2]
+    asked.clear()
+    out = dflax.speculate(target, drafter, PROMPTS, BUDGET, **options)
+    assert turns[0] == sizes(asked)[0]
+    for row, tokens in enumerate(out.tokens):
+        assert [token for piece in pieces if piece.row == row for token in piece.tokens] == tokens
+        assert [len(piece.tokens) for piece in pieces if piece.row == row][1:] == out.acceptance_lengths[row]

@@ -288,6 +288,17 @@ def test_statistics(models):
     assert len(stats.acceptance_by_slot) == 3
     assert sorted(stats.acceptance_by_slot, reverse=True) == stats.acceptance_by_slot
     assert stats.acceptance_length >= mean(out.acceptance_lengths)
+    # Row 1 has a budget of one token, which belongs to no round; the others' shares, weighed by their rounds, are the batch's.
+    own = stats.acceptance_by_slot_per_prompt
+    assert [len(slots) for slots in own] == [3, 0, 3, 3]
+    rounds = [len(lengths) for lengths in out.acceptance_lengths]
+    pooled = sum(n * np.array(slots) for n, slots in zip(rounds, own, strict=True) if n) / sum(rounds)
+    np.testing.assert_allclose(pooled, stats.acceptance_by_slot, rtol=1e-12)
+    for slots, lengths in zip(own, out.acceptance_lengths, strict=True):
+        whole = lengths[:-1]  # the last round may have been cut
+        for slot, share in enumerate(slots, 1):
+            assert round(share * len(lengths)) - sum(n > slot for n in whole) in (0, 1)
+    assert own[0] != own[2]
     weights = sum(leaf.nbytes for leaf in drafter.leaves)
     assert stats.drafter_bytes == weights + 2 * 4 * 128 * 8 * 4 + 4 * 4  # keys and values of 4 rows, and their cursors
     assert stats.tokens_per_second > 0
@@ -346,7 +357,7 @@ def test_a_drafter_that_does_not_fit(models, fault):
         (lambda t, d: dflax.generate(t, PROMPTS, 4, stop_token_ids=[9]), "stop id 9"),
         (lambda t, d: dflax.stream(t, d, PROMPTS, 4, rounds_per_call=0), "rounds_per_call is 0"),
         (lambda t, d: dflax.stream(t, d, [[]], 4), "the prompt is empty"),
-        (lambda t, d: dflax.stream(t, d, PROMPTS, 4, block_size="auto"), "give stream a number"),
+        (lambda t, d: dflax.stream(t, d, PROMPTS, 4, block_size="Auto"), "block_size is 'Auto'"),
     ],
 )  # fmt: skip
 def test_impossible_requests(models, call, message):
