@@ -37,8 +37,8 @@ test-aot: .venv-aot/.dev ## compile kernels, loops and steps for TPU v5e, v5p, v
 	@echo "test-aot: pytest, two processes, only the ahead-of-time compilations"
 	@XLA_FLAGS= .venv-aot/bin/python -m pytest -n 2 -m aot -q tests/aot $(ARGS)
 
-compile-table: .venv-aot/.dev ## compile what docs/compile.md shows, and write that page (half an hour; goes on where it stopped)
-	@.venv-aot/bin/dflax compile --table docs/compile.md $(ARGS)
+compile-table: .venv-aot/.dev ## compile what docs/compile.md shows, and write that page (ten minutes; goes on where it stopped)
+	@.venv-aot/bin/dflax compile --quick --table docs/compile.md $(ARGS)
 
 # The other tests choose the CPU and compile without optimization.
 test-gpu: .venv-gpu/.dev ## the loops on this machine's GPU, against recorded runs

@@ -23,7 +23,7 @@ CASES: tuple[dict[str, str], ...] = (
 HEAD = """# What the compilers say
 
 The decoding loops and training steps of dflax, in real shapes, through the compilers of chips that were not there: {commands}.
-Written by `dflax compile --table docs/compile.md` (`make compile-table` sets up the compilers).
+Written by `dflax compile --quick --table docs/compile.md` (`make compile-table` sets up the compilers), at the compilers' least effort.
 
 **Nothing here ran on a chip.** Bytes are per device, from the compiler's own analysis: arguments (weights and state), what of them is
 updated in place, temporaries, and their sum against the chip's memory. FLOPs of a step are computed from shapes, over all chips. FLOPs and
