@@ -26,15 +26,13 @@ class Prompt:
 class PromptSet:
     """Where a set is on the hub and how one of its rows is asked.
 
-    columns: names of the column that holds the task, any of them. after: what is put behind it. ask: the row's text made a request,
-    if the text is none. keep: rows that belong to the set.
+    hub: as `dflax.train.data.read` takes it. columns: names of the column that holds the task, any of them. after: what is put behind
+    it. ask: the row's text made a request, if the text is none. keep: rows that belong to the set.
     """
 
     name: str
     hub: str
     columns: tuple[str, ...]
-    config: str | None = None
-    split: str = "test"
     after: str = ""
     ask: Callable[[str, Mapping[str, Any]], str] = lambda task, row: task
     keep: Callable[[Mapping[str, Any]], bool] = lambda row: True
@@ -69,18 +67,21 @@ def _contest(task: str, row: Mapping[str, Any]) -> str:
 
 
 SETS = {
-    "gsm8k": PromptSet("GSM8K", "openai/gsm8k", ("question",), "main", after=MATH),
-    "math-500": PromptSet("MATH-500", "HuggingFaceH4/MATH-500", ("problem",), after=MATH),
-    "aime25": PromptSet("AIME25", "MathArena/aime_2025", ("problem", "question"), split="train", after=MATH),
-    "humaneval": PromptSet("HumanEval", "openai/openai_humaneval", ("prompt",), ask=_complete),
+    "gsm8k": PromptSet("GSM8K", "openai/gsm8k:main:test", ("question",), after=MATH),
+    "math-500": PromptSet("MATH-500", "HuggingFaceH4/MATH-500::test", ("problem",), after=MATH),
+    "aime25": PromptSet("AIME25", "MathArena/aime_2025", ("problem", "question"), after=MATH),
+    "humaneval": PromptSet("HumanEval", "openai/openai_humaneval::test", ("prompt",), ask=_complete),
     "mbpp": PromptSet(
-        "MBPP", "google-research-datasets/mbpp", ("text", "prompt"), "full",
+        "MBPP", "google-research-datasets/mbpp:full:test", ("text", "prompt"),
         keep=lambda row: 11 <= int(row.get("task_id", 11)) <= 510,
     ),
-    "livecodebench": PromptSet("LiveCodeBench", "livecodebench/code_generation_lite", ("question_content",), ask=_contest),
-    "mt-bench": PromptSet("MT-Bench", "HuggingFaceH4/mt_bench_prompts", ("turns", "prompt"), split="train"),
+    "livecodebench": PromptSet(
+        "LiveCodeBench", "livecodebench/code_generation_lite::test", ("question_content",), ask=_contest
+    ),
+    "mt-bench": PromptSet("MT-Bench", "HuggingFaceH4/mt_bench_prompts", ("turns", "prompt")),
 }  # fmt: skip
-"""By the name used on the command line. MT-Bench: the first turns; MBPP: its test ids, 11 to 510."""
+"""By the name used on the command line. MT-Bench: the first turns; MBPP: its test ids, 11 to 510. LiveCodeBench: its files, all releases
+together, for the script that picks among them is refused by `datasets`."""
 
 
 def load_set(
@@ -106,7 +107,7 @@ def load_set(
     from dflax.train import data  # reads rows of every kind; brings the data loader with it
 
     prompts: list[Prompt] = []
-    for located in data.read(source or prompt_set.hub, config=prompt_set.config, split=prompt_set.split):
+    for located in data.read(source or prompt_set.hub):
         if limit is not None and len(prompts) == limit:
             break
         if prompt_set.keep(located.row):

@@ -1,12 +1,13 @@
 """Presets: what is there, and how wrong ones are refused."""
 
+import importlib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 import pytest
 
-from dflax import configs
+from dflax import cli, configs
 from dflax.errors import DflaxError
 
 
@@ -32,10 +33,53 @@ class Outer:
             raise DflaxError("target is empty")
 
 
-def test_every_preset_is_a_table_of_values():
-    assert configs.names()
-    for name in configs.names():
-        assert configs.load(name), name
+DATA = {"data": ["mine.jsonl"]}
+PRESETS = {
+    "arith": ("train language", {}),
+    "arith-dflash": ("train drafter", {}),
+    "llama-3.1-8b-dflash": ("train drafter", DATA),
+    "qwen3-4b-dflash": ("train drafter", DATA),
+    "qwen3-8b-dflash": ("train drafter", DATA),
+    "qwen3-coder-30b-a3b-dflash": ("train drafter", DATA),
+    "smollm2-135m-dflash": ("train drafter", DATA),
+    "arith-ablations": ("train ablations", {}),
+    "arith-llada": ("train diffusion", {}),
+    "dream-7b-sft": ("train diffusion", DATA),
+    "llada-8b-sft": ("train diffusion", DATA),
+    "llada-moe-sft": ("train diffusion", DATA),
+    "arith-llada-controller": ("train controller", {}),
+    "dream-7b-controller": ("train controller", DATA),
+    "llada-8b-controller": ("train controller", DATA),
+    "llada-moe-controller": ("train controller", DATA),
+    "arith-llada-ablations": ("train controller-ablations", {}),
+    "arith-llada-bench": ("bench diffusion", {}),
+    "arith-llada-choices": ("bench diffusion", {}),
+    "arith-llada-speed": ("bench diffusion", {}),
+    "dream-7b-bench": ("bench diffusion", {}),
+    "llada-8b-bench": ("bench diffusion", {}),
+    "llada-moe-bench": ("bench diffusion", {}),
+}
+"""The command that takes a preset, and what its user has to say besides."""
+
+
+def test_every_preset_has_its_command():
+    assert sorted(PRESETS) == configs.names()
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_is_what_its_command_takes(name):
+    command, given = PRESETS[name]
+    known = cli.COMMANDS[command]
+    assert known.presets
+    kind = getattr(importlib.import_module(known.module), known.config)
+    values = configs.load(name)
+    configs.build(kind, given | values, f"preset {name}")
+    if given:  # the preset leaves it to the user, who is told
+        with pytest.raises(DflaxError, match="data"):
+            configs.build(kind, values, f"preset {name}")
+    misspelt = {f"{key}x": value for key, value in list(values.items())[:1]}
+    with pytest.raises(DflaxError, match="unknown key"):
+        configs.build(kind, given | values | misspelt, f"preset {name}")
 
 
 def test_unknown_preset():

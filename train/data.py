@@ -8,6 +8,8 @@ import gzip
 import hashlib
 import json
 import os
+import re
+import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +26,8 @@ Row = dict[str, Any]
 Message = dict[str, str]
 
 SUFFIXES = (".jsonl", ".jsonl.gz")
+HUB = "hf://"
+HUB_NAME = re.compile(r"([\w.-]+(?:/[\w.-]+)?)(?::([^:/]*))?(?::([^:/]*))?")
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "user": "user", "assistant": "assistant", "system": "system"}
 
 
@@ -77,12 +81,14 @@ class Packed:
 # --- rows
 
 
-def read(source: str | os.PathLike[str], *, config: str | None = None, split: str = "train") -> Iterator[Located]:
-    """The rows of a .jsonl or .jsonl.gz file, of all such files in a folder (by name), or of a dataset of the hub by its id.
+def read(source: str | os.PathLike[str]) -> Iterator[Located]:
+    """The rows of a .jsonl or .jsonl.gz file, of all such files in a folder (by name), or of a dataset of the hub.
 
+    The hub's are named NAME, NAME:CONFIG or NAME:CONFIG:SPLIT ("openai/gsm8k:main:test"; NAME::SPLIT leaves the config to the hub, and the
+    split is "train" unless named), or by their JSON files (hf://datasets/OWNER/NAME/test*.jsonl) where a dataset is only files.
     Raises DflaxError naming file and line of a malformed row, a missing file, or the hub's complaint.
     """
-    path = Path(source)
+    path, name = Path(source), os.fspath(source)
     if path.is_dir():
         files = sorted(file for file in path.iterdir() if file.name.endswith(SUFFIXES))
         if not files:
@@ -91,10 +97,10 @@ def read(source: str | os.PathLike[str], *, config: str | None = None, split: st
             yield from _read_file(file)
     elif path.is_file():
         yield from _read_file(path)
-    elif path.name.endswith(SUFFIXES) or os.fspath(source).startswith((".", "/", "~")):
+    elif not name.startswith(HUB) and (path.name.endswith(SUFFIXES) or name.startswith((".", "/", "~"))):
         raise DflaxError(f"there is no file or folder {path}")
     else:
-        yield from _read_hub(os.fspath(source), config, split)
+        yield from _read_hub(name)
 
 
 def _read_file(path: Path) -> Iterator[Located]:
@@ -115,18 +121,29 @@ def _read_file(path: Path) -> Iterator[Located]:
         raise DflaxError(f"cannot read {path}: {error}") from error
 
 
-def _read_hub(name: str, config: str | None, split: str) -> Iterator[Located]:
+def _read_hub(source: str) -> Iterator[Located]:
+    if source.startswith(HUB):
+        what: dict[str, Any] = {"path": "json", "data_files": source, "split": "train"}
+    elif match := HUB_NAME.fullmatch(source):
+        name, config, split = match.groups()
+        what = {"path": name, "name": None, "split": split or "train"}
+    else:
+        raise DflaxError(
+            f"{source!r} is no file or folder here, and no dataset of the hub either: those are written NAME, NAME:CONFIG, "
+            f"NAME:CONFIG:SPLIT or {HUB}datasets/OWNER/NAME/FILES"
+        )
     import datasets
 
     try:
-        rows = datasets.load_dataset(name, config, split=split)
+        rows = datasets.load_dataset(**what)
     except Exception as error:  # the hub, the network and the dataset's own files fail in many ways
-        first = str(error).splitlines()[0] if str(error) else type(error).__name__
+        says = textwrap.shorten(str(error) or type(error).__name__, 300)
         raise DflaxError(
-            f"cannot load the dataset {name!r} (split {split!r}): {first}; a local .jsonl works too"
+            f"cannot load the dataset {source!r} (split {what['split']!r}): {says}; NAME:CONFIG:SPLIT names another config or split, "
+            "a local .jsonl works too"
         ) from error
     for number, row in enumerate(rows):
-        yield Located(f"{name}[{number}]", dict(row))
+        yield Located(f"{source}[{number}]", dict(row))
 
 
 def write_rows(path: str | os.PathLike[str], rows: Iterable[Mapping[str, Any]]) -> None:

@@ -41,11 +41,12 @@ class DistillConfig:
     target: str = ""
     """The model that answers: a folder, a .gguf file, a hub id or a built-in name."""
     data: tuple[str, ...] = ()
-    """Prompts: .jsonl(.gz) files, folders of them or hub datasets; "NAME[600:974]" takes these rows only."""
+    """Prompts: .jsonl(.gz) files, folders of them or datasets of the hub (NAME, NAME:CONFIG or NAME:CONFIG:SPLIT, as in
+    openai/gsm8k:main:train, which is the split unless named); with "[600:974]" behind it, these rows only."""
     out: str = "distilled"
     """Folder for responses.jsonl; the same folder again goes on where a run was stopped."""
     prompt_key: str | None = None
-    """Column of the prompt; default: messages, conversations, prompt, question, instruction (with input), problem or text."""
+    """Column of the prompt; default: messages, conversations, prompt, question, instruction (with its input), problem or text."""
     limit: int | None = None
     """Prompts at most, the first ones of all data together."""
     samples: int = 1
@@ -163,7 +164,7 @@ def _located(config: DistillConfig) -> Iterator[tuple[str, str, Any]]:
     for entry in config.data:
         match = re.fullmatch(r"(.+)\[(\d*):(\d*)\]", entry)
         name, start, stop = match.groups() if match else (entry, "", "")
-        stem = Path(name).name.split(".")[0]
+        stem = re.split("[.:]", Path(name).name)[0]
         for number, located in enumerate(data.read(name)):
             if number < int(start or 0):
                 continue
@@ -183,8 +184,10 @@ def _prompt(located: data.Located, key: str | None) -> Any:
             raise DflaxError(
                 f"{located.where}: no column holds a prompt; the row has {', '.join(row)} (prompt_key names one)"
             )
-        if key == "instruction" and row.get("input"):
-            return f"{row[key]}\n\n{row['input']}"
+        if key == "instruction":
+            match row:  # a seed task of self-instruct has inputs in its instances
+                case {"input": str(given)} | {"instances": [{"input": str(given)}, *_]} if given:
+                    return f"{row[key]}\n\n{given}"
     return data.conversation(located, prompt_key=key).prompt
 
 

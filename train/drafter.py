@@ -37,7 +37,8 @@ class Objective:
     dpace_alpha: float = 0.5
     dpace_kind: Literal["full", "cumulative_confidence", "continuation_value"] = "full"
     labels: Literal["hard", "soft"] = "hard"
-    """"hard": the response token. "soft": the target's distribution (its most likely tokens), which is KL up to a constant."""
+    """"hard": the response token. "soft": cross entropy to the target's distribution truncated to the k most likely tokens and scaled to
+    1: up to a constant the KL to that truncated distribution, not to the whole one."""
     chunk: int = 128
     """Blocks whose logits exist at a time."""
 

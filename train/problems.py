@@ -12,7 +12,10 @@ import re
 from dataclasses import dataclass
 
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerFast
+
+from dflax.text import Tokenizer as AnyTokenizer
+import transformers
+from dflax.text import quiet_transformers
 
 SPLITS = ("train", "validation", "test")
 
@@ -76,7 +79,7 @@ def closed_vocabulary(templates: str) -> tuple[str, ...]:
     return (*_SPECIAL, *digits, *signs, *(f"▁{word}" for word in sorted(words)))
 
 
-def word_tokenizer(tokens: tuple[str, ...]) -> PreTrainedTokenizerFast:
+def word_tokenizer(tokens: tuple[str, ...]) -> AnyTokenizer:
     """The tokenizer of a closed vocabulary: encoding puts <bos> first, decoding gives the text back."""
     ids = {token: index for index, token in enumerate(tokens)}
     inner = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
@@ -98,7 +101,7 @@ def word_tokenizer(tokens: tuple[str, ...]) -> PreTrainedTokenizerFast:
     inner.post_processor = processors.TemplateProcessing(
         single="<bos> $A", pair="<bos> $A $B", special_tokens=[("<bos>", ids["<bos>"])]
     )
-    return PreTrainedTokenizerFast(
+    return quiet_transformers().PreTrainedTokenizerFast(
         tokenizer_object=inner,
         pad_token="<pad>",
         bos_token="<bos>",

@@ -37,7 +37,8 @@ class DrafterRecipe:
     target: str = ""
     """Folder, .gguf file, hub id or built-in name."""
     data: tuple[str, ...] = ()
-    """Responses of the target: .jsonl(.gz) files or folders as `dflax distill` writes them, or hub datasets of conversations."""
+    """Responses of the target: .jsonl(.gz) files or folders as `dflax distill` writes them, or datasets of the hub with
+    conversations (NAME, NAME:CONFIG or NAME:CONFIG:SPLIT)."""
     features: str = ""
     """Folder of the feature cache: target features are made once and kept there; "": made in every step. An existing cache without `data`
     is trained on as it is."""
@@ -73,7 +74,8 @@ class DrafterRecipe:
     held_out: float = 0.01
     """Share of prompts kept for validation, by hash."""
     soft_labels: int = 16
-    """With objective.labels = soft: how many of the target's most likely tokens make up a label."""
+    """With objective.labels = soft: how many of the target's most likely tokens make up a label (among a draft vocabulary, if there is
+    one); their shares are scaled to 1."""
     enable_thinking: bool | None = None
     eval_prompts: int = 16
     """Held-out prompts that are really speculated at each evaluation."""
@@ -144,9 +146,9 @@ def train_drafter(recipe: DrafterRecipe) -> Path:
             else FeatureStore(recipe.features)
         )
         if packed is not None:
-            files.write_json(store.folder / HELD_OUT, held_out)
+            files.write_json(store.folder / HELD_OUT, held_out)  # all of them: a later run may ask for more
         elif (store.folder / HELD_OUT).exists():
-            held_out = json.loads((store.folder / HELD_OUT).read_text())[: recipe.eval_prompts]
+            held_out = json.loads((store.folder / HELD_OUT).read_text())
         store.check(target, taps, soft, draft_ids)
         rows = store.meta["data"]
         batches: trainer.Batches = _StoredRows(store, recipe.rows_per_step, seed)
@@ -159,9 +161,11 @@ def train_drafter(recipe: DrafterRecipe) -> Path:
         shared = (target.leaves, frozen)
         prepare = online(lambda leaves: prepared(target.merge(leaves), scan=recipe.scan_layers), taps, soft, draft_ids)
 
+    held_out = held_out[: recipe.eval_prompts]
     if recipe.train.eval_every and not held_out:
         raise DflaxError(
-            f"eval_every is {recipe.train.eval_every}, but there are no prompts to evaluate on; set held_out and eval_prompts"
+            f"eval_every is {recipe.train.eval_every}, but there are no prompts to evaluate on; set held_out and eval_prompts, "
+            "or eval_every to 0"
         )
     graph = drafter.module
     loss = loss_of(recipe, graph, config.block_size, prepare)
@@ -243,7 +247,7 @@ def drafter_config(recipe: DrafterRecipe, target: Model, draft_ids: np.ndarray |
 
 
 def _documents(recipe: DrafterRecipe, target: Model) -> tuple[data.Packed, list[list[int]]]:
-    """Packed training rows, and held-out prompts as token ids."""
+    """Packed training rows, and all held-out prompts as token ids."""
     conversations = [_conversation(recipe, row) for source in recipe.data for row in data.read(source)]
     train, held_out = data.split_held_out(conversations, recipe.held_out)
     if not train:

@@ -19,9 +19,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from transformers import PreTrainedTokenizerFast
-
 from dflax.errors import DflaxError
+from dflax.text import Tokenizer
 from dflax.train import problems
 from dflax.train.problems import CONTAINERS, ITEMS, LARGE, NAMES, SMALL, SPLITS, Problem, compute, is_held_out
 
@@ -237,6 +236,6 @@ def vocabulary() -> tuple[str, ...]:
 
 
 @lru_cache(maxsize=1)
-def tokenizer() -> PreTrainedTokenizerFast:
+def tokenizer() -> Tokenizer:
     """The tokenizer of stories."""
     return problems.word_tokenizer(vocabulary())

@@ -2,8 +2,9 @@
 
 import gzip
 import json
-from typing import ClassVar
+from typing import Any, ClassVar
 
+import datasets
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -56,6 +57,53 @@ def test_bad_files_are_named(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(DflaxError, match=r"no \.jsonl"):
         list(data.read(tmp_path / "empty"))
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """What `datasets.load_dataset` is asked; it answers two rows."""
+    calls: list[dict[str, Any]] = []
+
+    def load_dataset(path, name=None, *, split=None, data_files=None):
+        calls.append({"path": path, "name": name, "split": split, "data_files": data_files})
+        return [{"n": 0}, {"n": 1}]
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("source", "path", "name", "split", "files"),
+    [
+        ("openai/gsm8k", "openai/gsm8k", None, "train", None),
+        ("openai/gsm8k:main", "openai/gsm8k", "main", "train", None),
+        ("openai/gsm8k:main:test", "openai/gsm8k", "main", "test", None),
+        ("HuggingFaceH4/MATH-500::test", "HuggingFaceH4/MATH-500", None, "test", None),
+        ("squad", "squad", None, "train", None),
+        ("hf://datasets/a/b/test*.jsonl", "json", None, "train", "hf://datasets/a/b/test*.jsonl"),
+    ],
+)
+def test_what_the_hub_is_asked(hub, source, path, name, split, files):
+    assert list(data.read(source)) == [Located(f"{source}[{n}]", {"n": n}) for n in (0, 1)]
+    assert hub == [{"path": path, "name": name, "split": split, "data_files": files}]
+
+
+@pytest.mark.parametrize("source", ["a/b:c:d:e", ":main", "a/b/c", "https://x.org/rows.json", "a b"])
+def test_what_is_no_name_of_the_hub(hub, source):
+    with pytest.raises(DflaxError, match=r"is no file or folder here, .* NAME, NAME:CONFIG, NAME:CONFIG:SPLIT or hf:"):
+        list(data.read(source))
+    assert not hub
+
+
+def test_the_hubs_complaint_is_passed_on(monkeypatch):
+    def load_dataset(*args, **options):
+        raise ValueError("Config name is missing.\nPlease pick one among the available configs: ['main', 'socratic']")
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    with pytest.raises(
+        DflaxError, match=r"'openai/gsm8k' .*missing\. Please pick .*'socratic'\]; NAME:CONFIG:SPLIT names"
+    ):
+        list(data.read("openai/gsm8k"))
 
 
 def test_every_form_of_row():

@@ -10,6 +10,7 @@ import threading
 import time
 from dataclasses import replace
 
+import datasets
 import pytest
 
 import dflax
@@ -125,13 +126,24 @@ def test_answers_that_would_pass_the_last_position(config, target, tmp_path):
         ({"question": "q", "answer": "a"}, "q"),
         ({"text": "q", "code": "c", "task_id": 1}, "q"),
         ({"instruction": "do", "input": "this"}, "do\n\nthis"),
+        ({"instruction": "do", "input": ""}, "do"),
         ({"instruction": "do", "instances": []}, "do"),
+        ({"instruction": "do", "instances": [{"input": "this", "output": "o"}, {"input": "that"}]}, "do\n\nthis"),
+        ({"instruction": "do", "instances": [{"input": ""}]}, "do"),
         ({"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}, [{"role": "user", "content": "q"}]),
         ({"prompt_tokens": [1, 2]}, [1, 2]),
     ],
 )  # fmt: skip
 def test_prompts_of_usual_datasets(row, prompt):
     assert distill._prompt(data.Located("f:1", row), None) == prompt
+
+
+def test_rows_of_the_hub(config, monkeypatch):
+    """A config and a slice together; the source is the dataset's name."""
+    rows = [{"question": str(i)} for i in range(6)]
+    monkeypatch.setattr(datasets, "load_dataset", lambda path, name, split: rows if name == "main" else [])
+    located = list(distill._located(replace(config, data=("openai/gsm8k:main[1:3]", "openai/gsm8k:main:test[5:]"))))
+    assert [(source, prompt) for _, source, prompt in located] == [("gsm8k", "1"), ("gsm8k", "2"), ("gsm8k", "5")]
 
 
 def test_rows_of_a_file(config, tmp_path):

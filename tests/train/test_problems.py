@@ -1,5 +1,8 @@
 """Problems: checking, and a tokenizer that gives every text back."""
 
+import subprocess
+import sys
+
 import pytest
 from transformers import AutoTokenizer
 
@@ -52,3 +55,12 @@ def test_tokenizer_is_saved_and_loaded(tmp_path, problem):
     assert loaded(problem.prompt)["input_ids"] == tokenizer(problem.prompt)["input_ids"]
     assert loaded.decode(loaded(problem.prompt)["input_ids"], skip_special_tokens=True) == problem.prompt
     assert (loaded.pad_token_id, loaded.bos_token_id, loaded.eos_token_id, loaded.mask_token_id) == (0, 1, 2, 3)
+
+
+def test_help_begins_with_our_own_line():
+    """`dflax demo` brings the problems along; transformers must not say on its import that torch is missing."""
+    script = "import sys; from dflax.cli import main; sys.exit(main(['demo', '--help']))"
+    done = subprocess.run(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=True
+    )
+    assert done.stdout.startswith("usage: dflax demo "), done.stdout[:200]
