@@ -126,7 +126,7 @@ def _read_hub(source: str) -> Iterator[Located]:
         what: dict[str, Any] = {"path": "json", "data_files": source, "split": "train"}
     elif match := HUB_NAME.fullmatch(source):
         name, config, split = match.groups()
-        what = {"path": name, "name": None, "split": split or "train"}
+        what = {"path": name, "name": config or None, "split": split or "train"}
     else:
         raise DflaxError(
             f"{source!r} is no file or folder here, and no dataset of the hub either: those are written NAME, NAME:CONFIG, "

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from dflax.text import Tokenizer as AnyTokenizer
-import transformers
 from dflax.text import quiet_transformers
 
 SPLITS = ("train", "validation", "test")
