@@ -172,8 +172,16 @@ def run(config: CompileConfig) -> Report | None:
     return made
 
 
+def effort(least: bool) -> None:
+    """Of the compilers in this process: the least or the usual one. JAX 0.10 has a scale, later ones have only levels."""
+    if hasattr(jax.config, "jax_exec_time_optimization_effort"):
+        jax.config.update("jax_exec_time_optimization_effort", -1.0 if least else 0.0)
+    else:
+        jax.config.update("jax_optimization_level", "O1" if least else "UNKNOWN")
+
+
 def compiled(config: CompileConfig) -> Report:
-    jax.config.update("jax_exec_time_optimization_effort", -1.0 if config.quick else 0.0)
+    effort(least=config.quick)
     values = configs.load(config.preset)
     what = _what(config, values)
     found = topology(config.topology)

@@ -242,7 +242,7 @@ def publish(
 def _page(config: ControllerAblationConfig, summary: Summary, runs: dict[str, dict[str, Any]]) -> str:
     base = config.controller
     mine = [row for row in summary.rows if row.gen_length == base.gen_length]
-    problems = mine[0].problems if mine else 0
+    problems = max((row.problems for row in mine), default=0)
     equal = {
         one.family: one.passes
         for (setting, _), found in summary.equal.items()
@@ -313,12 +313,13 @@ class _Tables:
         """Lines of a table, [] where nothing of it was measured."""
         headers = ["", "gate", "accuracy %", "- plain [95 %]", "passes", "fewer", "tokens/pass", "tok/s"]
         headers += (["at equal accuracy [95 %]"] if self.equal else []) + (["published"] if what else [])
-        cells = []
+        cells, most = [], max((row.problems for row in self.rows), default=0)
         for text, family, theirs in asked:
             for row in (row for row in self.rows if row.family == family):
+                so_far = "" if row.problems == most else f" ({row.problems} problems so far)"
                 accuracy = diffusion_summary.with_error(row.accuracy, row.accuracy_error)
                 line = [
-                    text,
+                    text + so_far,
                     _gate(row),
                     accuracy,
                     diffusion_summary.points(row.difference),

@@ -78,6 +78,16 @@ def test_what_is_written(config, ran):
     assert (ran.parent / "ablations.png").stat().st_size > 0
 
 
+def test_rows_that_are_not_finished_say_so(config, ran, tmp_path):
+    calls = [json.loads(line) for line in (ran.parent / "calls" / "calls.jsonl").read_text().splitlines()]
+    part = dataclasses.replace(config, out=str(tmp_path))
+    controller_ablations.publish(part, calls[:-1], ConfidenceExtrapolation(), None)
+    marked = [line for line in (tmp_path / "ablations.md").read_text().splitlines() if "so far" in line]
+    assert len(marked) == 1
+    assert marked[0].startswith("| coverage 0.6 (4 problems so far) ")
+    assert "so far" not in ran.read_text()
+
+
 def test_a_second_call_finds_everything_done(config, ran, monkeypatch):
     before = ran.read_text()
     monkeypatch.setattr(controller_recipe, "learn", None)
