@@ -76,7 +76,7 @@ SETS = {
         keep=lambda row: 11 <= int(row.get("task_id", 11)) <= 510,
     ),
     "livecodebench": PromptSet(
-        "LiveCodeBench", "livecodebench/code_generation_lite::test", ("question_content",), ask=_contest
+        "LiveCodeBench", "hf://datasets/livecodebench/code_generation_lite/test*.jsonl", ("question_content",), ask=_contest
     ),
     "mt-bench": PromptSet("MT-Bench", "HuggingFaceH4/mt_bench_prompts", ("turns", "prompt")),
 }  # fmt: skip

@@ -263,7 +263,7 @@ def _documents(recipe: DrafterRecipe, target: Model) -> tuple[data.Packed, list[
         first = int(np.argmax(document.loss_mask))
         if first > 0 and first + recipe.eval_tokens <= target.config.max_positions:
             prompts.append(document.tokens[:first].tolist())
-    return packed, prompts[: recipe.eval_prompts]
+    return packed, prompts
 
 
 def _conversation(recipe: DrafterRecipe, located: data.Located) -> data.Conversation:
