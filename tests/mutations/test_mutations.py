@@ -52,6 +52,14 @@ FAULTS = {
         "dflax.train.drafter", "supervision", "& same & take(rows.loss_mask)", "& take(rows.loss_mask)",
         "tests.train.test_drafter:test_a_block_never_learns_from_the_next_document",
     ),
+    "a block sees the document packed before its own": Fault(
+        "dflax.train.drafter", "block_hidden", "start = _take(rows.ctx_start, anchors)", "start = jnp.zeros_like(anchors)",
+        "tests.train.test_drafter:test_a_packed_document_is_learned_as_alone", ("dflash",),
+    ),
+    "a fused drafter's context sees the document packed before its own": Fault(
+        "dflax.models.drafter", "Drafter.context", " & (positions[:, None] >= ctx_start[..., None])", "",
+        "tests.train.test_drafter:test_a_packed_document_is_learned_as_alone", ("dflash_fused",),
+    ),
     "a diffusion model's prompt is noised": Fault(
         "dflax.train.diffusion", "answer_region", "(column >= prompt_len[:, None]) & ", "",
         "tests.train.test_diffusion:test_prompts_and_what_lies_behind_a_row_are_never_hidden",
