@@ -12,16 +12,17 @@ import dflax
 from dflax.infer.collectives import collectives
 from dflax.infer.diffuse import prepare
 from dflax.infer.generate import _session
-from dflax.sharding import make_mesh
 
 MESHES = {"": 1, "tensor=2": 2, "data=2,fsdp=2,tensor=2": 8}
+UNEVEN = "data=2,tensor=4"  # divides neither three rows nor two key/value heads
+MODELS = ("target", "drafter", "diffusion", "mixture", "dream")
 PROMPTS = [[1, 2, 3], [4, 5], [5, 1, 2, 3, 4, 5, 1], [2]]
 NEW = 12
 
 
 def on(folder: str, mesh: str) -> dflax.Model:
-    devices = jax.devices()[: MESHES[mesh]]
-    return dflax.load(folder, mesh=make_mesh(mesh, devices) if mesh else None)
+    devices = jax.devices()[: MESHES.get(mesh)]
+    return dflax.load(folder, mesh=dflax.make_mesh(mesh, devices) if mesh else None)
 
 
 def share(arrays: list[jax.Array]) -> float:
@@ -35,7 +36,7 @@ def share(arrays: list[jax.Array]) -> float:
 
 def sum_over_two() -> dict[str, tuple[int, int]]:
     """What `dflax compile` counts in a program that must add up the parts of two devices."""
-    mesh = make_mesh("tensor=2", jax.devices()[:2])
+    mesh = dflax.make_mesh("tensor=2", jax.devices()[:2])
     cut, whole = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((None, "tensor"), ()))
     x = jax.ShapeDtypeStruct((4, 64), np.float32, sharding=cut)
     text = jax.jit(lambda x: x.sum(1), out_shardings=whole).lower(x).compile().as_text()
@@ -45,7 +46,7 @@ def sum_over_two() -> dict[str, tuple[int, int]]:
 
 def sums_in_loops() -> dict[str, tuple[int, int]]:
     """The same where three passes over five layers are compiled as loops, and a further loop ends when it likes."""
-    mesh = make_mesh("tensor=2", jax.devices()[:2])
+    mesh = dflax.make_mesh("tensor=2", jax.devices()[:2])
     cut, whole = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((None, None, "tensor"), ()))
 
     def passes(weights, x, turns):
@@ -61,10 +62,22 @@ def sums_in_loops() -> dict[str, tuple[int, int]]:
     return collectives(text)
 
 
-def main(target_folder: str, drafter_folder: str, diffusion_folder: str) -> None:
+def on_uneven(folder: str) -> dict[str, Any]:
+    """What is replicated is said (by the log), and changes nothing."""
+    target, prompts = on(folder, UNEVEN), PROMPTS[:3]
+    session = _session(target, None, prompts, NEW, 0.0, None, None, 0, [], None, None)
+    session.prefill()
+    cache = session.state.cache
+    return {
+        "plain": dflax.generate(target, prompts, NEW, temperature=[0.0, 0.0, 0.8]).tokens,
+        "cache": share([cache.k, cache.v]),
+    }
+
+
+def main(folder: str) -> None:
     found: dict[str, Any] = {"collectives": sum_over_two(), "in loops": sums_in_loops()}
     for mesh in MESHES:
-        target, drafter, diffusion = (on(folder, mesh) for folder in (target_folder, drafter_folder, diffusion_folder))
+        target, drafter, diffusion, mixture, dream = (on(f"{folder}/{name}", mesh) for name in MODELS)
         out = dflax.speculate(target, drafter, PROMPTS, NEW, temperature=[0.0, 0.0, 0.8, 0.8])
         answers = dflax.denoise(diffusion, PROMPTS, gen_length=16, block_length=8, cache="dual")
         session = _session(target, drafter, PROMPTS, NEW, 0.0, None, None, 0, [], None, None)
@@ -72,7 +85,7 @@ def main(target_folder: str, drafter_folder: str, diffusion_folder: str) -> None
         session.advance(drafter.config.block_size, 2)
         canvas = prepare(diffusion, PROMPTS, gen_length=16, block_length=8, cache="dual")
         canvas.advance(2)
-        cache, canvas_cache = session.state.cache, canvas.state.cache
+        cache, draft_cache, canvas_cache = session.state.cache, session.state.draft_cache, canvas.state.cache
         found[mesh] = {
             "fingerprint": target.fingerprint,
             "tokens": out.tokens,
@@ -82,8 +95,13 @@ def main(target_folder: str, drafter_folder: str, diffusion_folder: str) -> None
             "nfe": answers.nfe,
             "weights": share([leaf for leaf in target.leaves if leaf.ndim > 1]),
             "cache": share([cache.k, cache.v]),
+            "draft cache": share([draft_cache.k, draft_cache.v]),
             "canvas": share([canvas_cache.k, canvas_cache.v]),
         }
+        if mesh != "tensor=2":
+            found[mesh]["mixture"] = dflax.generate(mixture, PROMPTS, NEW).tokens
+            found[mesh]["dream"] = dflax.denoise(dream, PROMPTS, gen_length=16, block_length=8, cache="dual").tokens
+    found["uneven"] = on_uneven(f"{folder}/target")
     json.dump(found, sys.stdout, default=np.ndarray.tolist)
 
 
