@@ -5,13 +5,10 @@ import importlib.util
 import jax
 import pytest
 
-from dflax.infer.compile_command import effort
 from dflax.kernels_pallas import chips
 
 # A cached program has no HLO text, and ahead-of-time compilation is what is tested.
 jax.config.update("jax_enable_compilation_cache", False)
-# As `dflax compile --quick`: a sixth of the time.
-effort(least=True)
 
 
 def devices(name):

@@ -11,6 +11,7 @@ from dflax import abstract, configs
 from dflax.cache import KVCache
 from dflax.infer import aot
 from dflax.infer.collectives import ARRAY, COLLECTIVE
+from dflax.infer.compile_command import effort
 from dflax.infer.policies import Threshold
 from dflax.sharding import make_mesh
 from dflax.train.aot import configs_of, drafter_step
@@ -21,6 +22,14 @@ from tests.aot.test_kernels import KERNEL
 pytestmark = pytest.mark.aot
 
 COPIES = "copy|copy-start|transpose|convert|dynamic-slice|all-gather|all-to-all|concatenate"
+
+
+@pytest.fixture(autouse=True)
+def least_effort():
+    """As `dflax compile --quick`: a sixth of the time. (Some kernels by themselves need the usual one to fit.)"""
+    effort(least=True)
+    yield
+    effort(least=False)
 
 
 def recipe(**changes):
