@@ -203,10 +203,11 @@ def _table(config: CompileConfig) -> None:
     folder = Path(config.out or "runs/compile")
     done: list[tuple[Report, dict[str, Any]]] = []
     refused: list[str] = []
+    fields = [one.name for one in dataclasses.fields(Report)]
     text = "nothing was compiled"
     for one in compile_table.rows(config):
         path = folder / f"{one.preset}-{one.what}-{one.topology.replace(':', '-')}.json"
-        if compile_table.kept(path, one) is None:
+        if compile_table.kept(path, one, fields) is None:
             try:
                 made = compiled(one)
             except DflaxError as error:  # the others are worth a page all the same

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,11 +43,11 @@ def rows(base: "CompileConfig") -> list["CompileConfig"]:
     return [dataclasses.replace(base, **case, table="", out="") for case in CASES]
 
 
-def kept(path: Path, config: "CompileConfig") -> dict[str, Any] | None:
-    """A report that an earlier run has written for these settings, with all that is reported now."""
+def kept(path: Path, config: "CompileConfig", fields: Collection[str]) -> dict[str, Any] | None:
+    """A report that an earlier run has written for these settings, if it has these fields."""
     found = json.loads(path.read_text()) if path.exists() else None
-    now = found is not None and found["config"] == dataclasses.asdict(config) and "step_flops" in found["report"]
-    return found if now else None
+    same = found is not None and found["config"] == dataclasses.asdict(config) and found["report"].keys() == set(fields)
+    return found if same else None
 
 
 def write(

@@ -15,7 +15,7 @@ if version("jaxlib").startswith("0.10."):
 os.environ.setdefault("XLA_FLAGS", " ".join(FLAGS))
 
 import jax  # noqa: E402  the settings above must come first
-from jaxtyping import install_import_hook  # noqa: E402
+from jaxtyping import install_import_hook  # noqa: E402  as above: it imports jax
 
 ROOT = Path(__file__).parent.parent
 

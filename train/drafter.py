@@ -104,8 +104,10 @@ class Frozen:
 
 
 def anchor_candidates(rows: Rows) -> Bool[Array, "B S"]:
-    """Positions a where a and a + 1 are supervised tokens of one document (SpecForge's rule)."""
+    """Positions a where a and a + 1 are supervised tokens of one document (SpecForge's rule), and something stands before a: text without
+    a prompt has no context at its first token, which decoding never meets."""
     ok = rows.loss_mask[:, :-1] & rows.loss_mask[:, 1:] & (rows.ctx_start[:, :-1] == rows.ctx_start[:, 1:])
+    ok &= jnp.arange(ok.shape[1]) > rows.ctx_start[:, :-1]
     return jnp.pad(ok, ((0, 0), (0, 1)))
 
 

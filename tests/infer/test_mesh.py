@@ -2,13 +2,10 @@
 
 import dataclasses
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
+from tests.devices import on_devices
 from tests.infer.eight_devices import MESHES
 from tests.infer.tiny import drafter_config, random_model, target_config
 
@@ -28,15 +25,7 @@ def found(tmp_path_factory):
     assert mixture.moe is not None
     mixture = dataclasses.replace(mixture, moe=dataclasses.replace(mixture.moe, num_experts=4))
     random_model(mixture, 4).save(folder / "mixture")
-    environment = os.environ | {
-        "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=8",
-        "JAX_PLATFORMS": "cpu",
-        "JAX_DEFAULT_MATMUL_PRECISION": "highest",
-        "PYTHONPATH": str(Path(__file__).parents[2]),
-    }
-    command = [sys.executable, "-m", "tests.infer.eight_devices", str(folder)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    done = on_devices(8, "tests.infer.eight_devices", folder)
     for line in (  # nothing is left whole in silence
         "vocab of size 7 is replicated: tensor = 2 does not divide it",
         "kv_heads of size 2 is replicated: tensor = 4 does not divide it; every device has the whole cache",

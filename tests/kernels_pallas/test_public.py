@@ -1,13 +1,9 @@
 """What surrounds the kernels in the public function: the custom gradient, a layer that is a number or data, meshes."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import jax.numpy as jnp
 import pytest
 
+from tests.devices import on_devices
 from tests.kernels_pallas import public
 
 slow = lambda *values: pytest.param(*values, marks=pytest.mark.slow)
@@ -25,12 +21,4 @@ def test_output_and_gradients_by_kernels(platform, layer):
 )
 def test_output_and_gradients_on_a_mesh(platform, mesh):
     """Four virtual devices, which need a process of their own."""
-    environment = os.environ | {
-        "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=4",
-        "JAX_PLATFORMS": "cpu",
-        "JAX_DEFAULT_MATMUL_PRECISION": "highest",
-        "PYTHONPATH": str(Path(__file__).parents[2]),
-    }
-    command = [sys.executable, "-m", "tests.kernels_pallas.public", platform, mesh]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    on_devices(4, "tests.kernels_pallas.public", platform, mesh)

@@ -154,6 +154,11 @@ def packed_rows():
     return Rows(jnp.asarray(tokens), jnp.asarray(mask), jnp.asarray(start), jnp.zeros((1, 14, 4)))
 
 
+def test_text_without_a_prompt_has_no_anchor_at_its_first_token():
+    rows = dataclasses.replace(packed_rows(), loss_mask=jnp.ones((1, 14), bool))
+    assert np.flatnonzero(anchor_candidates(rows)[0]).tolist() == [1, 2, 3, 4, 7, 8, 9, 10]
+
+
 def test_anchors_are_candidates_sorted_and_redrawn():
     rows = packed_rows()
     assert np.flatnonzero(anchor_candidates(rows)[0]).tolist() == [2, 3, 4, 9, 10]

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from dflax.cache import KVCache
 from dflax.config import ModelConfig, MoEConfig, RopeConfig
 from dflax.models import params
 from dflax.models.decoder import Decoder
@@ -43,6 +44,21 @@ def test_a_loop_over_layers_gives_what_the_layers_give(config, taps):
     want, got = run(weights, scan=False), run(weights, scan=True)
     assert (got[1] is None) == (not taps)
     for a, b in zip(jax.tree.leaves(want), jax.tree.leaves(got), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_a_loop_over_layers_gives_every_layers_keys_and_values():
+    graph, weights = weights_of(DENSE)
+    cache = KVCache.empty(DENSE, 3, 4, jnp.float32)
+
+    @partial(jax.jit, static_argnames="scan")
+    def run(weights, scan):
+        block = prepared(params.fill(graph, weights), scan=scan).read(TOKENS, cache)
+        return block.hidden, block.k, block.v
+
+    want, got = run(weights, scan=False), run(weights, scan=True)
+    assert got[1].shape == (6, 3, 14, 2, 8)
+    for a, b in zip(want, got, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 

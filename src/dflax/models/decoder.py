@@ -15,7 +15,7 @@ from dflax.kernels_pallas.block_attention import NO_WINDOW, block_attention
 from dflax.models.features import FeatureTap
 from dflax.models.layers import MLP, Attention, Embedding, RMSNorm, matmul, rope_table, run_layer
 from dflax.models.moe import MoE
-from dflax.models.stack import pick, walk
+from dflax.models.stack import joined, pick, walk
 
 
 class DecoderLayer(nnx.Module):
@@ -92,11 +92,7 @@ class Decoder(nnx.Module):
 
         ctx_start hides the cache's columns before it.
         """
-        kept: list[tuple[Array, Array]] = []
-        x, tap = self._run(
-            tokens, cache, taps, None, ctx_start, lambda cache, layer, k, v: (kept.append((k, v)), cache)[1]
-        )[:2]
-        k, v = (jnp.stack(rows) for rows in zip(*kept, strict=True))
+        x, tap, _, (k, v) = self._run(tokens, cache, taps, ctx_start=ctx_start, own=True)
         return Block(self.norm(x), tap, k, v)
 
     def write(
@@ -108,14 +104,14 @@ class Decoder(nnx.Module):
         taps: tuple[int, ...] = (),
     ) -> tuple[Block, KVCache]:
         """A causal block whose first n[b] rows are known to stay (prefill): each layer writes them into the cache as it goes."""
-        x, tap, cache = self._run(tokens, cache, taps, n, None, lambda cache, layer, k, v: cache.write(layer, k, v, n))
+        write = lambda cache, layer, k, v: cache.write(layer, k, v, n)
+        x, tap, cache, _ = self._run(tokens, cache, taps, blk_len=n, keep=write)
         return Block(self.norm(x), tap, None, None), cache.advance(n)
 
     def whole(self, tokens: Int[Array, "B S"], *, taps: tuple[int, ...] = ()) -> Block:
         """Whole sequences of equal length, seen as the model was trained: causally, or in both directions."""
         mask = "full" if self.config.bidirectional else "causal"
-        keep = lambda cache, *_: cache
-        x, tap = self._run(tokens, self.empty_cache(tokens), taps, None, None, keep, mask=mask)[:2]
+        x, tap, *_ = self._run(tokens, self.empty_cache(tokens), taps, mask=mask)
         return Block(self.norm(x), tap, None, None)
 
     def among(
@@ -125,16 +121,7 @@ class Decoder(nnx.Module):
 
         Returns the residual stream before the final norm.
         """
-        return self._run(
-            tokens,
-            self.empty_cache(tokens),
-            (),
-            None,
-            None,
-            lambda cache, *_: cache,
-            mask[:, None],
-            positions=positions,
-        )[0]
+        return self._run(tokens, self.empty_cache(tokens), mask=mask[:, None], positions=positions)[0]
 
     def canvas(
         self, tokens: Int[Array, "B S"], length: Int[Array, " B"], cache: KVCache | None = None
@@ -144,14 +131,12 @@ class Decoder(nnx.Module):
         Returns the residual stream before the final norm (`predict` norms the rows that are asked for), and the cache, of S columns,
         with the keys and values of the whole canvas; its length is not touched. cache None: nothing is kept.
         """
-        keep = lambda cache, *_: cache
-        if cache is not None:
-            keep = lambda cache, layer, k, v: cache.write_all(layer, k, v)
         nothing = self.empty_cache(tokens)
         zero = jnp.zeros_like(length)
-        x, _, kept = self._run(
-            tokens, nothing if cache is None else cache, (), length, None, keep, "full", zero, zero, context=nothing
-        )
+        x, _, kept, _ = self._run(
+            tokens, nothing if cache is None else cache, blk_len=length, keep=None if cache is None else KVCache.write_all,
+            mask="full", start=zero, ctx_len=zero, context=nothing,
+        )  # fmt: skip
         return x, kept
 
     def stretch(
@@ -168,7 +153,7 @@ class Decoder(nnx.Module):
         They see each other afresh, and of the cache the columns below ctx_len[b] outside `hole` (their own stale ones). The cache
         is not written. Returns the residual stream before the final norm.
         """
-        return self._run(tokens, cache, (), length, None, lambda cache, *_: cache, "full", start, ctx_len, hole)[0]
+        return self._run(tokens, cache, blk_len=length, mask="full", start=start, ctx_len=ctx_len, hole=hole)[0]
 
     def predict(self, x: Float[Array, "... E"]) -> Float[Array, "... V"]:
         """float32 logits of rows of the residual stream."""
@@ -195,9 +180,7 @@ class Decoder(nnx.Module):
         """
         column = jnp.arange(tokens.shape[1], dtype=jnp.int32)
         mask = (column[:, None] >= column) & (column >= ctx_start[..., None])
-        x, tap = self._run(
-            tokens, self.empty_cache(tokens), taps, None, None, lambda cache, *_: cache, mask=mask[:, None]
-        )[:2]
+        x, tap, *_ = self._run(tokens, self.empty_cache(tokens), taps, mask=mask[:, None])
         return Block(self.norm(x), tap, None, None)
 
     def empty_cache(self, tokens: Int[Array, "B T"]) -> KVCache:
@@ -208,21 +191,24 @@ class Decoder(nnx.Module):
         self,
         tokens: Array,
         cache: KVCache,
-        taps: tuple[int, ...],
-        blk_len: Array | None,
-        ctx_start: Array | None,
-        keep: Callable[[KVCache, int, Array, Array], KVCache],
+        taps: tuple[int, ...] = (),
+        *,
+        blk_len: Array | None = None,
+        ctx_start: Array | None = None,
+        keep: Callable[[KVCache, Any, Array, Array], KVCache] | None = None,
+        own: bool = False,
         mask: Any = "causal",
         start: Array | None = None,
         ctx_len: Array | None = None,
         hole: Array | None = None,
         context: KVCache | None = None,
         positions: Array | None = None,
-    ) -> tuple[Array, Array | None, KVCache]:
+    ) -> tuple[Array, Array | None, KVCache, Any]:
         """The layers over a block; `keep(cache, layer, k, v) -> cache` says what becomes of the block's keys and values.
 
         The block begins at the cache's cursor, and the context ends there, where start (or positions, of every token) and ctx_len do
-        not say otherwise. What is seen beside the block is `context` if that is not the cache itself.
+        not say otherwise. What is seen beside the block is `context` if that is not the cache itself. Returns the residual stream, the
+        tapped layers, the cache, and with `own` the block's keys and values of all layers.
         """
         config = self.config
         x = self.embed_tokens(tokens)
@@ -234,9 +220,7 @@ class Decoder(nnx.Module):
         one = lambda value: None if value is None else value[:, None]  # the op's axis of blocks
         windows = [config.window(i) or NO_WINDOW for i in range(config.num_layers)]
 
-        def step(
-            layer: DecoderLayer, i: Any, kind: Any, carry: tuple[Array, KVCache]
-        ) -> tuple[tuple[Array, KVCache], None]:
+        def step(layer: DecoderLayer, i: Any, kind: Any, carry: tuple[Array, KVCache]) -> tuple[Any, Any]:
             x, cache = carry
             visible = context or cache
 
@@ -249,14 +233,15 @@ class Decoder(nnx.Module):
                 return out[:, 0]
 
             x, k, v = run_layer(layer, x, rope, attend, self.remat)
-            return (x, keep(cache, i, k, v)), None
+            return (x, cache if keep is None else keep(cache, i, k, v)), (k, v) if own else None
 
         # A tapped layer is the last of its piece.
         kinds = [(config.is_moe(i), sum(tap < i for tap in taps)) for i in range(config.num_layers)]
         tap = FeatureTap(taps)
-        carry = x, cache
+        carry, outs = (x, cache), []
         pieces = walk(self.layers, kinds, step, carry, self.scan)
-        for i, carry, _ in pieces:
+        for i, carry, out in pieces:
             tap(i, carry[0])
+            outs.append(out)
         x, cache = carry
-        return x, tap.features() if taps else None, cache
+        return x, tap.features() if taps else None, cache, joined(outs)

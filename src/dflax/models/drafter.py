@@ -20,7 +20,7 @@ from dflax.cache import KVCache
 from dflax.config import DrafterConfig
 from dflax.kernels_pallas.block_attention import NO_WINDOW, block_attention
 from dflax.models.layers import MLP, Attention, Linear, RMSNorm, matmul, rope_table, run_layer
-from dflax.models.stack import pick, walk
+from dflax.models.stack import joined, pick, walk
 
 
 class DrafterLayer(nnx.Module):
@@ -125,7 +125,8 @@ class Drafter(nnx.Module):
     def _run(self, x, cache, ctx_len, positions, ctx_start, mask=None):
         """All layers over blocks x [B, N, T, E]; returns the stream and the layers' own keys and values [L, B, N, T, Hkv, D].
 
-        mask: of the blocks; None: each layer's own kind."""
+        mask: of the blocks; None: each layer's own kind.
+        """
         config = self.config
         rope = rope_table(config.rope, config.head_dim, positions)
         windows = [config.window(i) or NO_WINDOW for i in range(config.num_layers)]
@@ -148,7 +149,7 @@ class Drafter(nnx.Module):
         """The carry behind the last layer, and the outs of all."""
         kinds = [self.config.is_causal(i) for i in range(self.config.num_layers)]
         pieces = list(walk(self.layers, kinds, step, carry, self.scan))
-        return pieces[-1][1], jax.tree.map(lambda *outs: jnp.concatenate(outs), *(out for *_, out in pieces))
+        return pieces[-1][1], joined([out for *_, out in pieces])
 
 
 def greedy_block(tokens: Int[Array, "B N"], mask_token_id: int, block_size: int) -> Int[Array, "B N K"]:

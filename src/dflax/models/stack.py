@@ -35,6 +35,11 @@ def walk(
             yield end - 1, carry, out
 
 
+def joined(outs: Sequence[Any]) -> Any:
+    """The outs of all pieces, layer by layer."""
+    return jax.tree.map(lambda *parts: jnp.concatenate(parts), *outs)
+
+
 def pick(values: Sequence[int], i: int | Int[Array, ""]) -> int | Int[Array, ""]:
     """values[i] for a step's i."""
     return values[i] if isinstance(i, int) else jnp.asarray(values, jnp.int32)[i]
